@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import stageline as sl
+from stageline.runtime._torch_private import ShardGroups
 from stageline.testing import run_ranks
 from support.meshes import (
     CASES,
@@ -73,7 +74,7 @@ def counts_tokens(mesh: DeviceMesh) -> None:
         assert_close(whole_of(grad), expected[name], name)
 
 
-def mixes_precision(mesh: DeviceMesh) -> None:
+def mixes_precision(mesh: DeviceMesh, schedule: str, how: str) -> None:
     """FSDP2's own mixed precision: bfloat16 in the layers, and sums in float32."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -84,7 +85,9 @@ def mixes_precision(mesh: DeviceMesh) -> None:
             fully_shard(layer, mesh=inner["dp_shard"], mp_policy=policy)
 
     half = sequential().bfloat16()
-    pipe = pipeline(sequential().bfloat16().float(), mesh, fn, microbatches=3)
+    pipe = pipeline(
+        sequential().bfloat16().float(), mesh, fn, microbatches=3, schedule=schedule, reshard_after_forward=how
+    )
     loss = pipe.step(*data(pipe.replica)).loss
     total, sums = 0.0, dict[str, Tensor]()
     for share in range(2):
@@ -106,6 +109,15 @@ def mixes_precision(mesh: DeviceMesh) -> None:
 def follows_the_schedule(mesh: DeviceMesh) -> None:
     """A step gathers and reduces every part as often as the schedule says, and its backward is split."""
     rank = mesh.get_local_rank("pp")
+    most = 0
+    enter = ShardGroups.enter
+
+    def counted(self: Any, state: Any) -> None:
+        nonlocal most
+        enter(self, state)
+        most = max(most, sum(group.is_unsharded for group in self._groups))
+
+    ShardGroups.enter = counted  # type: ignore[method-assign]
     for schedule, how, gathers in (("1f1b", "default", 1), ("zb-h1", "never", 1), ("zb-h1", "always", 12)):
         pipe = pipeline(sequential(), mesh, None, schedule=schedule, microbatches=6, reshard_after_forward=how)
         parts: Any = pipe.runner.stages.local_parts()
@@ -120,6 +132,8 @@ def follows_the_schedule(mesh: DeviceMesh) -> None:
             expected = {"allgather_base": gathers * groups, "reduce_scatter_base": groups}
             assert collectives.counts == expected, collectives.counts
         assert stats.unsplit == 0
+        assert most == (1 if how == "always" else groups)  # one block at a time, and the next is on its way
+        most = 0
         with Collectives() as collectives:
             pipe.evaluate(*data(pipe.replica))
         once = groups if how != "always" else 6 * groups
@@ -133,6 +147,8 @@ def follows_the_schedule(mesh: DeviceMesh) -> None:
         first = next(action for action in timed if action.rank == 1)
         assert first.action.kind == "UNSHARD"
         assert first.end <= next(timeline.actions(rank=1)).start
+        most = 0
+    ShardGroups.enter = enter  # type: ignore[method-assign]
 
 
 def first_layers(part: Any, mesh: Any) -> None:
@@ -157,9 +173,12 @@ def on_shards(rank: int) -> dict[str, str]:
         compare(sl.build(make, seed=3), mesh, sharded, "zb-v", 4, source=make, seed=3)
     compare(sequential(), mesh_of((4,), "dp_shard"), sharded, "1f1b", 4, max_norm=0.5)
     compare(sequential(), mesh, sharded, "1f1b", 4, recompute="stage")
+    for recompute in ("stage", "*"):
+        compare(own_forward(), mesh, sharded, "zb-h1", 4, recompute=recompute, reshard_after_forward="always")
     compare(frozen(), mesh, sharded, "zb-v", 4, max_norm=0.5)
     counts_tokens(mesh)
-    mixes_precision(mesh)
+    for schedule, how in (("1f1b", "default"), ("zb-h1", "default"), ("zb-v", "always")):
+        mixes_precision(mesh, schedule, how)
     follows_the_schedule(mesh)
     pipe = pipeline(sequential(), mesh)
     pipe.step(*data(pipe.replica))

@@ -49,13 +49,17 @@ class FreedMemory:
         return any(self.holds(value) for name in names for value in (getattr(node, f"_saved_{name}"),))
 
     def kept(self, value: Any) -> Any:
-        """A value that I keeps for W: a copy if it lies in this memory."""
+        """A value that I keeps for W: a copy if it lies in this memory; itself while the memory is freed."""
         if not self.holds(value):
             return value
         key = (storage_id(local(value)), value.storage_offset(), value.shape, value.stride(), value.dtype)
-        if key not in self._copies:
+        if key not in self._copies and local(value).untyped_storage().nbytes():
             self._copies[key] = value.detach().clone()
-        return self._copies[key]
+        return self._copies.get(key, value)
+
+    def is_apart(self, values: Iterable[Any]) -> bool:
+        """Whether no value lies in this memory."""
+        return not any(map(self.holds, values))
 
     def forget(self) -> None:
         """Drop the copies: the parameters are about to change."""

@@ -147,10 +147,13 @@ class SplitBackward:
         late = self._notes if plan.late or plan.keeps_graph else []
         early = [] if late else self._notes
         for note in early:
-            note.saved = note.fork.formula.take(self._nodes[note.fork.node])  # type: ignore[union-attr]
+            self._take(note, self._nodes[note.fork.node])
         watched = [note for note in early if not note.fork.formula.deferred]  # type: ignore[union-attr]
         forks = [GradientEdge(self._nodes[note.fork.node], 0) for note in watched]
         handles = [engine.add_prehook(self._nodes[note.fork.node], self._noting(note)) for note in late]
+        if self.freed is not None:
+            freed = [note for note in early if not self.freed.is_apart(note.saved)]
+            handles += [engine.add_prehook(self._nodes[note.fork.node], self._noting(note)) for note in freed]
         quiet = [(hooks, dict(hooks)) for parameter in parameters if (hooks := tensor_hooks(parameter))]
         for dictionary, _ in quiet:
             dictionary.clear()  # they fire once, when W hands the gradients out
@@ -179,18 +182,8 @@ class SplitBackward:
 
     def _done(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
         """Free what only I needed."""
-        if self.freed is not None:
-            self._keep_apart(self.freed)
         self.outputs = self.grads = self.inputs = ()
         return gradients
-
-    def _keep_apart(self, freed: FreedMemory) -> None:
-        """Copy what is kept for W and lies in memory that is freed before."""
-        for note in self._notes:
-            note.saved = tuple(map(freed.kept, note.saved))
-            for value in note.saved:
-                if isinstance(value, Deferred) and value.kept is not None:
-                    value.kept = list(map(freed.kept, value.kept))
 
     def _leaf(self, number: int) -> Tensor:
         node: Any = self._nodes[number]
@@ -208,14 +201,24 @@ class SplitBackward:
         return self._done(gradients)
 
     def _noting(self, note: _ForkNote) -> Any:
-        node, formula = self._nodes[note.fork.node], note.fork.formula
+        node = self._nodes[note.fork.node]
 
         def hook(grads: tuple[Tensor | None, ...]) -> None:
             note.grads = grads
-            if formula is not None:
-                note.saved = formula.take(node)
+            self._take(note, node)
 
         return hook
+
+    def _take(self, note: _ForkNote, node: Node) -> None:
+        """Keep what W needs of a node: a copy of what lies in memory that is freed before W."""
+        if note.fork.formula is None:
+            return
+        note.saved = note.fork.formula.take(node)
+        if self.freed is not None:
+            note.saved = tuple(map(self.freed.kept, note.saved))
+            for value in note.saved:
+                if isinstance(value, Deferred):
+                    value.keep = self.freed.kept
 
     def weight_gradients(self) -> None:
         """Run W: add into the `.grad` of every parameter, firing its hooks, as a whole backward would."""

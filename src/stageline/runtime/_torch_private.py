@@ -17,6 +17,7 @@ from torch.autograd import profiler as _profiler
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from stageline.autograd import engine
 from stageline.tensors.sharded import local
 
 __all__ = [
@@ -129,25 +130,32 @@ class ShardGroups:
     """The groups of parameters that FSDP2 gathers and reduces together, of all its modules in a stage.
 
     FSDP2's own hooks would gather, reduce and free when modules run. While `managed` is set, they only convert inputs
-    and outputs to the dtypes of the module's mixed precision.
+    and outputs to the dtypes of the module's mixed precision, and gather and free block by block if that was asked for.
     """
 
     def __init__(self, part: nn.Module) -> None:
         sharding: Any = sys.modules.get("torch.distributed.fsdp")
         kinds: Any = () if sharding is None else sharding.FSDPModule
-        states = [module._get_fsdp_state() for module in part.modules() if isinstance(module, kinds)]
-        self._states: list[Any] = list(dict.fromkeys(states))
-        self.managed = False
+        modules = [module for module in part.modules() if isinstance(module, kinds)]
+        self._states: list[Any] = list(dict.fromkeys(module._get_fsdp_state() for module in modules))
+        inner = {id(child) for module in modules for child in module.modules() if child is not module}
+        self._blocks = [state for state in self._states if all(id(module) in inner for module in state._modules)]
+        """Those inside of another module: blocks. If there is no outer one, all are blocks."""
+        if len(self._blocks) == 0:
+            self._blocks = self._states
+        self._order: list[Any] = []
+        """The blocks in the order of the last forward."""
+        self._running: list[Any] = []
+        """Those that the current forward has run."""
+        self.managed = self._by_block = self._in_backward = False
         for state in self._states:
             _take_over_hooks(state, self)
 
     @cached_property
     def _groups(self) -> list[Any]:
-        """With torch 2.13, a module may have several groups; earlier, it has one or none."""
         for state in self._states:
             state._lazy_init()
-        groups = [getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in self._states]
-        return [group for of_state in groups for group in of_state if group is not None]
+        return [group for state in self._states for group in _groups_of(state)]
 
     @cached_property
     def _parameters(self) -> list[Any]:
@@ -163,38 +171,91 @@ class ShardGroups:
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
 
-    def gather(self) -> None:
-        """Start to gather all parameters."""
-        for group in self._groups:
+    def gather(self, *, by_block: bool, backward: bool) -> None:
+        """Start to gather all parameters; or those outside of blocks and of the first block that a forward or backward
+        needs."""
+        self._by_block, self._in_backward = by_block, backward
+        self._order, self._running = self._running or self._order, []
+        if by_block:
+            first = self._order[-1:] if backward else self._order[:1]
+            groups = [group for state in self._states if state not in self._blocks for group in _groups_of(state)]
+            groups += [group for state in first for group in _groups_of(state)]
+            _ = self._groups  # initialise all, outer modules first
+        else:
+            groups = self._groups
+        for group in groups:
             group.unshard(async_op=True)
 
     def wait(self) -> None:
-        """Wait for the parameters."""
+        """Wait for the parameters whose gather was started."""
         for group in self._groups:
             group.wait_for_unshard()
+
+    def enter(self, state: Any) -> None:
+        """A block is about to run, forwards or backwards: gather it, and start with the next one."""
+        if not self._by_block or state not in self._blocks:
+            return
+        for group in _groups_of(state):
+            group.unshard(async_op=True)
+            group.wait_for_unshard()
+        order = self._order[::-1] if self._in_backward else self._order
+        at = order.index(state) + 1 if state in order else len(order)
+        for following in order[at : at + 1]:
+            for group in _groups_of(following):
+                group.unshard(async_op=True)
+
+    def leave(self, state: Any, output: Any) -> None:
+        """A block has run forwards: free it, and gather it again when its backward begins."""
+        if not self._by_block or state not in self._blocks:
+            return
+        for tensor in pytree.tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                engine.add_prehook(tensor.grad_fn, partial(self._enter_backward, state))
+        if not self._in_backward:  # recomputed for a backward that follows
+            self._running += [state] if state not in self._running else []
+            self._free(state)
+
+    def _enter_backward(self, state: Any, grads: Any) -> None:
+        """The backward of a block begins, so that of the blocks behind it has ended: nodes run in reverse order."""
+        if self._by_block and self._in_backward:
+            for other in self._order[self._order.index(state) + 1 :] if state in self._order else ():
+                self._free(other)
+            self.enter(state)
+
+    def _free(self, state: Any) -> None:
+        for group in _groups_of(state):
+            group.reshard()
 
     def free(self) -> None:
         """Free the gathered parameters."""
         for group in self._groups:
+            group.wait_for_unshard()  # one that no block needed
             group.reshard()
+        self._by_block = False
 
     def storages(self) -> frozenset[int]:
-        """The memory of the gathered parameters, which is the same in every step."""
-        tensors = [local(parameter._unsharded_param) for parameter in self._parameters]
-        tensors += [inner for parameter in self._parameters for inner in parameter._unsharded_inner_tensors]
+        """The memory of the parameters that were gathered so far, which is the same in every step."""
+        known = [parameter for parameter in self._parameters if hasattr(parameter, "_unsharded_param")]
+        tensors = [local(parameter._unsharded_param) for parameter in known]
+        tensors += [inner for parameter in known for inner in parameter._unsharded_inner_tensors]
         return frozenset(number for tensor in tensors if (number := storage_id(tensor)) is not None)
 
     def add_up(self) -> None:
         """Add the gradients of a microbatch to those before it, in the dtype in which they are reduced."""
-        for parameter in self._parameters:
-            dtype, gathered = parameter.reduce_dtype, parameter._unsharded_param
-            if dtype is None or gathered.grad is None or gathered.grad.dtype == dtype:
+        for parameter in self._mixed:
+            dtype, gathered = parameter.reduce_dtype, getattr(parameter, "_unsharded_param", None)
+            if gathered is None or gathered.grad is None or gathered.grad.dtype == dtype:
                 continue
             if parameter.unsharded_accumulated_grad is None:
                 parameter.unsharded_accumulated_grad = gathered.grad.to(dtype)
             else:
                 parameter.unsharded_accumulated_grad += gathered.grad
             gathered.grad = None
+
+    @cached_property
+    def _mixed(self) -> list[Any]:
+        """The parameters whose gradients are reduced in another dtype."""
+        return [parameter for parameter in self._parameters if parameter.reduce_dtype is not None]
 
     def reduce(self) -> Any:
         """Start to reduce the gradients; return the stream in which that ends, or None."""
@@ -230,6 +291,12 @@ class ShardGroups:
         self.free()
 
 
+def _groups_of(state: Any) -> list[Any]:
+    """The groups of a module. With torch 2.13 there may be several; earlier, there is one or none."""
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
 def _take_over_hooks(state: Any, groups: ShardGroups) -> None:
     """Let the hooks of a module run only while `groups` does not do their work; the last caller counts."""
     from torch.distributed.utils import _apply_to_tensors
@@ -241,14 +308,18 @@ def _take_over_hooks(state: Any, groups: ShardGroups) -> None:
         return values if dtype is None else _apply_to_tensors(convert, values)
 
     def before(original: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not state._stageline_groups.managed:
+        owner = state._stageline_groups
+        if not owner.managed:
             return original(module, args, kwargs)
+        owner.enter(state)
         dtype = state._mp_policy.param_dtype if state._mp_policy.cast_forward_inputs else None
         return cast(dtype, args), cast(dtype, kwargs)
 
     def after(original: Any, module: nn.Module, args: Any, output: Any) -> Any:
-        if not state._stageline_groups.managed:
+        owner = state._stageline_groups
+        if not owner.managed:
             return original(module, args, output)
+        owner.leave(state, output)
         return cast(state._mp_policy.output_dtype, output)
 
     known = hasattr(state, "_stageline_groups")

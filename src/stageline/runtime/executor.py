@@ -32,6 +32,7 @@ from stageline.runtime.step_report import GpuClock, RankResult, ShardClock
 from stageline.schedules import action as kinds
 from stageline.schedules.action import ShardAction
 from stageline.schedules.schedule import Schedule
+from stageline.schedules.sharding import single_use
 from stageline.tensors.copies import cloned, data_of, detached, is_plain_tensor, noted, read_pairs, sharing
 from stageline.tensors.pytree import TENSOR, Leaf, flatten, refuse_layout, unflatten
 from stageline.tensors.sharded import arrived as arrived_tensor
@@ -150,6 +151,8 @@ class Executor:
         """The shard actions before each task, with their numbers in the schedule."""
         self._reduced: set[int] = set()
         """The stages whose gradients a shard action reduces."""
+        self._single_uses: dict[int, int | None] = {}
+        """By the number of a gather, the kind of the only task that needs it; None if there are several."""
         self._gathers: dict[int, int] = {}
         """By stage, the number of the gather that runs."""
         for number, stage in stages.items():
@@ -307,7 +310,8 @@ class Executor:
             clock.start(number)
             with self._mark(f"{action.kind} s{action.stage}"):
                 if action.kind == "UNSHARD":
-                    shards.gather()
+                    use = self._single_uses[number]
+                    shards.gather(by_block=use is not None, backward=use not in (None, kinds.F))
                     self._gathers[action.stage] = number  # it ends when an action waits for it
                     continue
                 if action.kind == "RESHARD":
@@ -559,6 +563,9 @@ class Executor:
             self._shard_actions.setdefault(position, []).append((number, action))
             if action.kind == "REDUCE_GRAD":
                 self._reduced.add(action.stage)
+            elif action.kind == "UNSHARD":
+                use = single_use(self.schedule, self.rank, number)
+                self._single_uses[number] = None if use is None else int(self.schedule.action_kinds[use])
 
 
 def device_of(parts: Iterable[nn.Module]) -> int | None:

@@ -31,18 +31,26 @@ class ShardedStage:
         self._sharded = [parameter for parameter in part.parameters() if is_sharded(parameter)]
         # The weights of the losses already divide by the samples of all processes.
         self._groups.sum_gradients()
-        self._pending = False
-        self.memory: FreedMemory | None = None
-        """The memory of the gathered parameters; known once they were gathered."""
+        self._pending = self._used = False
+        self._known: frozenset[int] = frozenset()
+        self._memory: FreedMemory | None = None
 
     def begin(self) -> None:
         """The program begins: from now on, FSDP2's hooks leave its work to the shard actions."""
         self._groups.managed = True
 
-    def gather(self) -> None:
-        """UNSHARD: start to gather the parameters."""
-        self._groups.gather()
-        self._pending = True
+    @property
+    def memory(self) -> FreedMemory | None:
+        """The memory of the gathered parameters, which W must not read; None if there are none."""
+        known = self._groups.storages()
+        if known != self._known or self._memory is None:
+            self._known, self._memory = known, FreedMemory(known)
+        return self._memory if known else None
+
+    def gather(self, *, by_block: bool, backward: bool) -> None:
+        """UNSHARD: start to gather the parameters; for a single action, block by block."""
+        self._groups.gather(by_block=by_block, backward=backward)
+        self._pending = self._used = True
 
     def wait(self) -> bool:
         """Wait for the parameters before an action that needs them; return whether they were awaited."""
@@ -50,8 +58,6 @@ class ShardedStage:
             return False
         self._pending = False
         self._groups.wait()
-        if self.memory is None:
-            self.memory = FreedMemory(self._groups.storages())
         return True
 
     def free(self) -> None:
@@ -64,8 +70,8 @@ class ShardedStage:
 
     def reduce(self) -> Any:
         """REDUCE_GRAD: start to reduce the gradients; return the stream in which that ends, or None."""
-        if self.memory is not None:
-            self.memory.forget()
+        if self._memory is not None:
+            self._memory.forget()
         return self._groups.reduce()
 
     def settle(self) -> None:
@@ -83,11 +89,11 @@ class ShardedStage:
 
     def forget(self) -> None:
         """Drop what a failed step left: gathered parameters, and gradients that are not reduced."""
-        if self._pending or self.memory is not None:
+        if self._used:
             self._groups.forget()
-            self._pending = False
-        if self.memory is not None:
-            self.memory.forget()
+        self._pending = False
+        if self._memory is not None:
+            self._memory.forget()
         self.end()
 
 

@@ -4,11 +4,14 @@ Shard actions stand between the entries of a program. `lower_sharding` puts them
 memory, simulation, drawings and the executor read them. On a rank with one stage of 1F1B:
 
     default, never    U F0 F1 B0 F2 B1 B2 R G        gathered once a step, reduced as soon as the gradients are complete
-    always            U F0 R U F1 R U B0 R … B2 R G  gathered for one action at a time
+    always            U F0 R U F1 R U B0 R … B2 R G  gathered for one action at a time, and block by block
 
 UNSHARD (U) starts a gather and returns: the first action that needs the parameters waits for them. With a prefetch of
-1, it stands one entry before that action. F, B and I need the parameters of their stage. W needs none: it reads what I
-kept for it, which never includes parameters (see `autograd.split_backward`).
+1, it stands one entry before that action. Parameters that are gathered for a single action are gathered block by block
+while it runs: each block before it is needed, and freed after it.
+
+F, B and I need the parameters of their stage. W needs none: it reads what I kept for it, which never includes
+parameters (see `autograd.split_backward`).
 
 All processes that share the shards of a stage run the same program, so they gather and reduce in the same order, and a
 schedule that is free of deadlocks stays so.
@@ -166,6 +169,23 @@ def _of_stage(
     if len(backwards):
         rows.append((int(heads[backwards.max() + 1]), REDUCE_GRAD, stage))
     return rows
+
+
+def single_use(schedule: Schedule, rank: int, index: int) -> int | None:
+    """Return the only action that needs what an UNSHARD gathers; None if there are several.
+
+    >>> import stageline as sl
+    >>> s = lower_sharding(sl.schedule("1f1b", ranks=1, microbatches=1), reshard_after_forward="always")
+    >>> [single_use(s, 0, index) for index in (0, 2)], single_use(lower_sharding(s), 0, 0)
+    ([0, 1], None)
+    """
+    sharding = schedule.sharding
+    assert sharding is not None
+    stage, after = sharding.stage_ids[index], range(index + 1, int(sharding.bounds[rank + 1]))
+    frees = (int(sharding.places[i]) for i in after if (sharding.kinds[i], sharding.stage_ids[i]) == (RESHARD, stage))
+    place, end = int(sharding.places[index]), next(frees, int(schedule.bounds[rank + 1]))
+    needs = (schedule.stage_ids[place:end] == stage) & (schedule.action_kinds[place:end] != kinds.W)
+    return place + int(np.argmax(needs)) if needs.sum() == 1 else None
 
 
 def most_gathered(sharding: Sharding) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ Floats: TypeAlias = NDArray[np.float64]
 PerStage: TypeAlias = float | Sequence[float]
 PerPair: TypeAlias = float | Sequence[Sequence[float]]
 
-SHARD_COSTS = ("gather", "reduce", "gathered", "unreduced")
+SHARD_COSTS = ("gather", "reduce", "gathered", "gathered_block", "unreduced")
 """The costs of sharded stages."""
 
 LARGEST_COST = 1e100
@@ -68,6 +68,9 @@ class Costs:
     """Time of REDUCE_GRAD: reducing the gradients of a sharded stage, beside compute."""
     gathered: PerStage = 0.0
     """Memory of the gathered parameters of a sharded stage, held from UNSHARD to RESHARD."""
+    gathered_block: PerStage | None = None
+    """The same for a stage that is gathered for a single action, block by block: its two largest neighbouring blocks;
+    defaults to `gathered`."""
     unreduced: PerStage = 0.0
     """Memory of the gradients of a sharded stage before they are reduced, held from its first B or W to REDUCE_GRAD."""
     scale: Sequence[float] | None = None

@@ -11,6 +11,7 @@ import numpy as np
 
 from stageline.schedules import action as kinds
 from stageline.schedules.schedule import Schedule
+from stageline.schedules.sharding import single_use
 from stageline.timeline.costs import Costs, Floats, per_stage
 
 
@@ -49,18 +50,23 @@ def shard_levels(schedule: Schedule, costs: Costs, part: slice) -> tuple[Floats,
     if sharding is None or not count:
         return during[:-1], after[1:]
     gathered = per_stage("gathered", costs.gathered, schedule.stages)
+    block = (
+        gathered if costs.gathered_block is None else per_stage("gathered_block", costs.gathered_block, schedule.stages)
+    )
     unreduced = per_stage("unreduced", costs.unreduced, schedule.stages)
     kind, stage_of = schedule.action_kinds[part], schedule.stage_ids[part]
     adds = (kind == kinds.B) | (kind == kinds.W)
     # At each place: first the shard actions in their order, then the first B or W of a stage.
     changes: list[list[float]] = [[] for _ in range(count + 1)]
+    held: dict[int, float] = {}
     rank = int(np.searchsorted(schedule.bounds, part.start, side="right")) - 1
     for index in sharding.of_rank(rank):
         at, stage, action = int(sharding.places[index]) - part.start, sharding.stage_ids[index], sharding.kinds[index]
-        if action == kinds.REDUCE_GRAD:
-            changes[at].append(-float(unreduced[stage]))
+        if action == kinds.UNSHARD:
+            held[int(stage)] = float((gathered if single_use(schedule, rank, index) is None else block)[stage])
+            changes[at].append(held[int(stage)])
         else:
-            changes[at].append(float(gathered[stage]) * (1 if action == kinds.UNSHARD else -1))
+            changes[at].append(-float(unreduced[stage]) if action == kinds.REDUCE_GRAD else -held[int(stage)])
     level, first = 0.0, {stage: np.flatnonzero(adds & (stage_of == stage)) for stage in sharding.stages}
     starts = {int(where[0]): stage for stage, where in first.items() if len(where)}
     for at, steps in enumerate(changes):

@@ -51,6 +51,8 @@ class Deferred:
     backward: CompiledBackward
     kept: list[Any] | None = None
     """What W needs; None if I did not run the node."""
+    keep: Callable[[Any], Any] = lambda value: value
+    """Applied to what W needs when I has run the node: it may have to be copied."""
 
     def gradients(self) -> dict[int, Tensor]:
         """Run W; return the gradients by the edge of the autograd node."""
@@ -114,7 +116,7 @@ class CompiledBackward:
         for output, gradient in zip(self.halves.input_outputs, computed, strict=False):
             gradients[output] = gradient
         if deferred is not None:
-            deferred.kept = kept
+            deferred.kept = list(map(deferred.keep, kept))
             delattr(node, _DEFERRED)
             return gradients
         for output, gradient in zip(self.halves.weight_outputs, self._run_weights(kept), strict=True):
