@@ -14,6 +14,7 @@ import stageline as sl
 from stageline.cli.app import run
 from stageline.planning.costs import SizedProfiles
 from stageline.planning.mesh import divide_by_tp, split_bytes
+from stageline.schedules.sharding import lower_sharding
 from stageline.tensors.sharded import local
 from stageline.testing import run_ranks
 from support.profiles import even, layer, profile_of
@@ -52,23 +53,36 @@ def test_replicas_may_divide_the_optimizer_state() -> None:
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_what_is_gathered_depends_on_when_it_is_freed(tp: int) -> None:
-    """A stage has two units of 40 bytes; gradients are as large, and whole until they are reduced."""
+    """A stage has four units of 40 bytes; gradients are as large, and whole until they are reduced."""
     by_policy = {
-        policy: plan(mesh={"pp": 2, "dp_shard": 4, "tp": tp}, reshard_after_forward=policy).memory[0].gathered
+        policy: plan(8, mesh={"pp": 2, "dp_shard": 4, "tp": tp}, reshard_after_forward=policy).memory[0].gathered
         for policy in ("default", "never", "always")
     }
-    assert by_policy == {"default": 160 / tp, "never": 160 / tp, "always": 80 / tp}
+    assert by_policy == {"default": 320 / tp, "never": 320 / tp, "always": 240 / tp}  # two units at a time
     assert plan(mesh={"pp": 2, "tp": 2}).memory[0].gathered == 0
 
 
-def test_the_largest_unit_of_a_rank_is_gathered() -> None:
-    profile = profile_of(*(layer(f"layers.{unit}", parameters=size) for unit, size in enumerate((10, 60, 30, 20))))
+def test_the_largest_neighbouring_units_of_a_rank_are_gathered() -> None:
+    sizes = (10, 60, 30, 20, 6, 4)
+    profile = profile_of(*(layer(f"layers.{unit}", parameters=size) for unit, size in enumerate(sizes)))
     memory = sl.plan(
-        profile=profile, mesh={"pp": 2, "dp_shard": 2}, layers_per_stage=(2, 2), gradient_bytes_per_parameter=2,
+        profile=profile, mesh={"pp": 2, "dp_shard": 2}, layers_per_stage=(3, 3), gradient_bytes_per_parameter=2,
         reshard_after_forward="always", **REQUEST,
     ).memory  # fmt: skip
-    assert [rank.gathered for rank in memory] == [60 * 1.5, 30 * 1.5]
-    assert [rank.parameters for rank in memory] == [35, 25]
+    assert [rank.gathered for rank in memory] == [90 + 50, 26 + 15]
+    assert [rank.parameters for rank in memory] == [50, 15]
+
+
+@pytest.mark.parametrize("policy", ["default", "always"])
+@pytest.mark.parametrize("family", ["1f1b", "interleaved", "zb-v"])
+def test_what_is_gathered_is_what_the_lowered_schedule_holds(family: str, policy: Any) -> None:
+    """A simulation of the lowered schedule holds as much, beside its activations."""
+    best = plan(16, mesh={"pp": 2, "dp_shard": 2}, schedule=family, reshard_after_forward=policy)
+    count = 16 // best.schedule.stages
+    block = 40 * min(count, 2)
+    costs = sl.Costs(activation=0, residue=0, gathered=40 * count, gathered_block=block, unreduced=40 * count)
+    timeline = sl.simulate(lower_sharding(best.schedule, reshard_after_forward=policy), costs)
+    assert tuple(rank.gathered for rank in best.memory) == timeline.peak_memory
 
 
 def test_the_copy_that_undoes_a_step_is_sharded_too() -> None:
@@ -80,14 +94,14 @@ def test_the_copy_that_undoes_a_step_is_sharded_too() -> None:
 def test_a_limit_counts_what_is_gathered(schedule: str) -> None:
     """Every number between the totals of two policies is enough for one and too little for the other."""
     request: dict[str, Any] = {"mesh": {"pp": 2, "dp_shard": 8}, "schedule": schedule, "recompute": "none"}
-    kept, freed = plan(8, **request), plan(8, reshard_after_forward="always", **request)
+    kept, freed = plan(16, **request), plan(16, reshard_after_forward="always", **request)
     peaks = [max(rank.total for rank in best.memory) for best in (kept, freed)]
     assert peaks[0] > peaks[1]
     limit = (peaks[0] + peaks[1]) / 2
     with pytest.raises(sl.NothingFits, match="gathered") as caught:
-        plan(8, memory=limit, **request)
+        plan(16, memory=limit, **request)
     assert {"reshard_after_forward": "always"} in caught.value.changes
-    again = plan(8, memory=limit, reshard_after_forward="always", **request)
+    again = plan(16, memory=limit, reshard_after_forward="always", **request)
     assert max(rank.total for rank in again.memory) <= limit
 
 
@@ -248,7 +262,7 @@ def test_a_process_of_a_mesh_holds_the_parameters_that_its_automatic_plan_counts
     for best, rank, held in run_ranks(automatic, 4):
         assert (best.mesh, best.ranks) == ({"dp_shard": 2, "pp": 2}, 2)
         assert held == best.memory[rank].parameters
-        assert best.memory[rank].gathered == 4 * held
+        assert 2 * held < best.memory[rank].gathered <= 4 * held
 
 
 def test_the_command_takes_a_mesh(capsys: pytest.CaptureFixture[str]) -> None:

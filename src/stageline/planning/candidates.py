@@ -12,7 +12,15 @@ import numpy as np
 from stageline.common.errors import ScheduleError, StagelineError
 from stageline.model.partition.partition import even_sizes, partition, spans_of
 from stageline.model.profile import Profile
-from stageline.planning.costs import RankMemory, Recompute, block_bytes, parameter_bytes, rank_memory, stage_costs
+from stageline.planning.costs import (
+    RankMemory,
+    Recompute,
+    block_bytes,
+    parameter_bytes,
+    rank_memory,
+    stage_bytes,
+    stage_costs,
+)
 from stageline.planning.request import By, PlanRequest
 from stageline.schedules.placement import Pattern, Placement
 from stageline.schedules.registry import families, schedule
@@ -256,8 +264,8 @@ class Evaluator:
         """Return the memory of every rank in a simulated step."""
         rows = timeline.schedule.placement.table.tolist()  # with two directions, two ranks hold every stage
         parameters = np.sum([self._parameters(candidate, row) for row in rows], axis=0)
-        blocks = np.max([self._blocks(candidate, row) for row in rows], axis=0)
-        return rank_memory(timeline, parameters, blocks, self._request.states)
+        sizes = stage_bytes(self.profile(candidate.samples), candidate.counts)
+        return rank_memory(timeline, parameters, sizes, self._request.states)
 
     def _parameters(self, candidate: Candidate, rank_of: Sequence[int]) -> Floats:
         profile = self.profile(candidate.samples)

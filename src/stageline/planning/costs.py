@@ -23,8 +23,11 @@ from stageline.model.profiler import profile as measure_profile
 from stageline.model.split import split
 from stageline.model.units import refuse_lazy
 from stageline.schedules.action import B, F, I
+from stageline.schedules.schedule import Schedule
+from stageline.schedules.sharding import lower_sharding
 from stageline.tensors.pytree import batch_size, first_samples, refuse_arrays
 from stageline.timeline.costs import Costs, Floats, PerPair, per_stage
+from stageline.timeline.memory import shard_levels
 from stageline.timeline.timeline import Timeline
 
 Recompute: TypeAlias = str | tuple[str, ...]
@@ -170,33 +173,29 @@ class StateBytes:
     shards: int = 1
     """The processes that share parameters, gradients and optimizer state (FSDP2)."""
     by_block: bool = False
-    """Whether shards are gathered, and gradients reduced, one block at a time and in every microbatch."""
+    """Whether shards are gathered for every action anew, block by block (`reshard_after_forward="always"`)."""
     optimizer_replicas: int = 1
     """The replicas that divide the optimizer state (ZeRO-1)."""
 
     @property
     def factors(self) -> tuple[float, float, float, float, float]:
-        """Bytes of parameter, gradient, optimizer state, snapshot and gathered state, per byte of parameter."""
-        gradient = self._gradient / self.shards
+        """Bytes of parameter, gradient, optimizer state, snapshot and (at most) gathered state per parameter byte."""
+        gradient = self.gradient_ratio / self.shards
         optimizer = self.optimizer / self.parameter / self.shards / self.optimizer_replicas
         parameter = 1.0 / self.shards
         snapshot = parameter + gradient + optimizer if self.continuous else 0.0
-        return parameter, gradient, optimizer, snapshot, 0.0 if self.by_block else self._whole
+        whole = (0.0 if self.by_block else 1.0) + self.gradient_ratio if self.shards > 1 else 0.0
+        return parameter, gradient, optimizer, snapshot, whole
 
     @property
     def block_factor(self) -> float:
-        """Bytes of gathered state per byte of the largest block's parameters, if blocks are gathered one at a time."""
-        return self._whole if self.by_block else 0.0
+        """Bytes of gathered state per byte of the blocks that are gathered at once, if not all are."""
+        return 1.0 if self.by_block and self.shards > 1 else 0.0
 
     @property
-    def _gradient(self) -> float:
+    def gradient_ratio(self) -> float:
         """Bytes of gradient per byte of parameter."""
         return 1.0 if self.gradient is None else self.gradient / self.parameter
-
-    @property
-    def _whole(self) -> float:
-        """Bytes of whole parameters and gradients per byte of parameter, beside their shards."""
-        return 1.0 + self._gradient if self.shards > 1 else 0.0
 
 
 def parameter_bytes(profile: Profile, counts: Sequence[int], rank_of: Sequence[int], ranks: int) -> Floats:
@@ -217,12 +216,44 @@ def parameter_bytes(profile: Profile, counts: Sequence[int], rank_of: Sequence[i
     return bytes_of_rank
 
 
+def stage_bytes(profile: Profile, counts: Sequence[int]) -> tuple[Floats, Floats]:
+    """Return for every stage the bytes of its parameters, and those of its two largest neighbouring units."""
+    sizes = [[float(layer.parameters) for layer in profile.layers[start:stop]] for start, stop in spans_of(counts)]
+    pairs = [max(map(sum, zip(units, [*units[1:], 0.0], strict=True))) for units in sizes]
+    return np.array([sum(units) for units in sizes]), np.array(pairs)
+
+
 def block_bytes(profile: Profile, counts: Sequence[int], rank_of: Sequence[int], ranks: int) -> Floats:
-    """Return the bytes of the parameters of every rank's largest unit."""
-    largest = np.zeros(ranks)
-    for (start, stop), rank in zip(spans_of(counts), rank_of, strict=True):
-        largest[rank] = max(largest[rank], *(float(layer.parameters) for layer in profile.layers[start:stop]))
-    return largest
+    """Return the bytes of the blocks that a rank gathers at once at most: two of a stage, and two of the next one."""
+    pairs: list[list[float]] = [[] for _ in range(ranks)]
+    for pair, rank in zip(stage_bytes(profile, counts)[1].tolist(), rank_of, strict=True):
+        pairs[rank].append(pair)
+    return np.array([sum(sorted(of_rank)[-2:]) for of_rank in pairs])
+
+
+def gathered_of(schedule: Schedule, sizes: tuple[Floats, Floats], parameters: Floats, states: StateBytes) -> Floats:
+    """Return the peak bytes of gathered parameters and of gradients that are not reduced, of each rank.
+
+    They are those of the lowered schedule; `sizes` are those of `stage_bytes`, `parameters` the bytes of each rank.
+
+    >>> import stageline as sl
+    >>> sizes = np.array([40.0, 40.0]), np.array([30.0, 30.0])
+    >>> s = sl.schedule("1f1b", ranks=2, microbatches=4)
+    >>> [gathered_of(s, sizes, sizes[0], StateBytes(shards=2, by_block=blocks)).tolist() for blocks in (False, True)]
+    [[80.0, 80.0], [70.0, 70.0]]
+    """
+    if states.shards == 1:
+        return np.zeros(schedule.ranks)
+    lowered = lower_sharding(schedule, reshard_after_forward="always" if states.by_block else "default")
+    peaks = np.zeros(schedule.ranks)
+    for rank, part in enumerate(schedule.slices()):
+        held = sizes[0][schedule.placement.stages_of(rank)].sum()
+        scale = parameters[rank] / held if held else 0.0  # a tied parameter counts once
+        whole, block = ((size * scale).tolist() for size in sizes)
+        gradients = [size * states.gradient_ratio for size in whole]
+        costs = Costs(gathered=whole, gathered_block=block, unreduced=gradients)
+        peaks[rank] = max(level.max(initial=0.0) for level in shard_levels(lowered, costs, part))
+    return peaks
 
 
 def buffers_of(timeline: Timeline) -> Floats:
@@ -270,16 +301,15 @@ def outputs_of(timeline: Timeline) -> Floats:
     return totals
 
 
-def rank_memory(timeline: Timeline, parameters: Floats, blocks: Floats, states: StateBytes) -> tuple[RankMemory, ...]:
-    """Return the peak memory of every rank in a simulated step; `blocks` are the parameters of its largest unit.
-
-    What a rank gathers for its stages is added up: the first forward of its last stage runs while all are in use.
-    """
-    parameter, gradient, optimizer, snapshot, gathered = (factor * parameters for factor in states.factors)
+def rank_memory(
+    timeline: Timeline, parameters: Floats, sizes: tuple[Floats, Floats], states: StateBytes
+) -> tuple[RankMemory, ...]:
+    """Return the peak memory of every rank in a simulated step; `sizes` are those of `stage_bytes`."""
+    parameter, gradient, optimizer, snapshot, _ = (factor * parameters for factor in states.factors)
     outputs = outputs_of(timeline) if states.cuda_graphs else np.zeros(timeline.schedule.ranks)
     parts = (
         parameter, gradient, optimizer, timeline.peak_memory, buffers_of(timeline), snapshot, outputs,
-        gathered + states.block_factor * blocks,
+        gathered_of(timeline.schedule, sizes, parameters, states),
     )  # fmt: skip
     return tuple(RankMemory(*map(float, rank)) for rank in zip(*parts, strict=True))
 

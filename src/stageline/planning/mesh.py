@@ -14,12 +14,13 @@ from stageline.common.errors import StagelineError, nearest, shorten
 from stageline.model.profile import Layer, Profile
 from stageline.planning.costs import SizedProfiles
 from stageline.schedules.registry import whole
+from stageline.schedules.sharding import RESHARD_AFTER_FORWARD
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
 """Pipeline ranks, replicas, shards of FSDP2, and parts of tensor parallel."""
 ALIASES = {"dp": "dp_replicate"}
-RESHARD = ("default", "always", "never")
-"""When a stage frees the parameters that it has gathered: after its last use in a step, after each block, or never."""
+RESHARD = RESHARD_AFTER_FORWARD
+"""When a stage frees the parameters that it has gathered."""
 
 
 def read_mesh(mesh: Any, ranks: Any) -> tuple[dict[str, int], int]:
@@ -79,13 +80,13 @@ def describe_mesh(mesh: Mapping[str, int], reshard: str) -> str:
     """Describe a mesh in words.
 
     >>> describe_mesh({"pp": 4, "dp_shard": 2, "tp": 2}, "always")
-    'pp 4 × dp_shard 2 × tp 2 = 16 processes, parameters gathered for one block at a time'
+    'pp 4 × dp_shard 2 × tp 2 = 16 processes, parameters gathered for every action, block by block'
     """
     sizes = " × ".join(f"{name} {size}" for name, size in mesh.items())
     if mesh.get("dp_shard", 1) == 1:
         how = ""
     elif reshard == "always":
-        how = ", parameters gathered for one block at a time"
+        how = ", parameters gathered for every action, block by block"
     else:
         how = ", parameters gathered once a step"
     return f"{sizes} = {prod(mesh.values())} processes{how}"

@@ -269,7 +269,7 @@ def plan(
     `ranks` is the number of pipeline ranks. With `mesh`, sizes of the dimensions pp, dp_replicate, dp_shard and tp, it
     is that of pp, and memory is that of one process of the mesh: dp_shard and tp divide parameters, gradients and
     optimizer state. dp_shard also gathers parameters, until a stage's last use in a step or, with
-    `reshard_after_forward` "always", one unit at a time. With `shard_optimizer`, dp_replicate divides the optimizer
+    `reshard_after_forward` "always", block by block. With `shard_optimizer`, dp_replicate divides the optimizer
     state, too. `batch` and `microbatches` are those of one pipeline.
 
     >>> import torch, stageline as sl

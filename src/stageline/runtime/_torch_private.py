@@ -164,6 +164,10 @@ class ShardGroups:
     def __bool__(self) -> bool:
         return bool(self._states)
 
+    def initialise(self) -> None:
+        """Let FSDP2 prepare its modules, as it does in their first forward."""
+        _ = self._groups
+
     def sum_gradients(self) -> None:
         """Let gradients be summed, not averaged."""
         for state in self._states:
@@ -180,7 +184,6 @@ class ShardGroups:
             first = self._order[-1:] if backward else self._order[:1]
             groups = [group for state in self._states if state not in self._blocks for group in _groups_of(state)]
             groups += [group for state in first for group in _groups_of(state)]
-            _ = self._groups  # initialise all, outer modules first
         else:
             groups = self._groups
         for group in groups:

@@ -37,6 +37,7 @@ class ShardedStage:
 
     def begin(self) -> None:
         """The program begins: from now on, FSDP2's hooks leave its work to the shard actions."""
+        self._groups.initialise()  # before any forward: it registers hooks, and those may be hooks on a graph
         self._groups.managed = True
 
     @property

@@ -168,7 +168,7 @@ class Parallelism:
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = _option(
         "default",
         "When a sharded stage frees the parameters that it gathers: after its last use in a step (default, never), or "
-        "after every action (always).",
+        "after every action, block by block (always).",
     )
     pipeline_parallel_schedule: str = _option(
         "auto", "Schedule family (see stageline families), or auto: the fastest according to the model's profile."
