@@ -11,20 +11,26 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 import stageline as sl
 from stageline.distributed.layout import Layout
+from stageline.runtime.microbatches import digest
 from stageline.testing import run_ranks
 from support.meshes import (
     CASES,
     STEPS,
     MeshBlock,
+    Scale,
     assert_close,
     both,
+    checks,
     compare,
     data,
     error_of,
     linear_pairs,
+    loss_fn,
     mesh_of,
     own_forward,
     pipeline,
@@ -97,6 +103,30 @@ def columns(column: DeviceMesh, rank: int) -> None:
     assert "differ" in text, text
 
 
+def cuts_buffers(mesh: DeviceMesh) -> None:
+    """Every process holds a part of a buffer that the forward changes; digests of such tensors, and of subclasses."""
+
+    def fn(part: nn.Module, inner: Any) -> None:
+        tensor_parallel(part, inner)
+        for module in part.modules():
+            if isinstance(module, Scale):
+                module.factors = distribute_tensor(module.factors, inner["tp"], [Shard(0)])
+
+    layers = list(sequential())
+    model = nn.Sequential(*layers[:3], Scale(), *layers[3:])
+    mine = compare(model, mesh, fn, "zb-h1", 4)
+    assert mine["weights"]["3.factors"][0] == 0.5 + 0.125 * 4 * STEPS
+    report = sl.check(model, data(0), loss_fn=loss_fn, mesh=mesh, parallelize=fn, microbatches=2)
+    assert report.verdict == "reordered", str(report)
+    numbers = torch.arange(4.0)
+    for placement in (Replicate(), Shard(0)):
+        one, other = (distribute_tensor(values, mesh["tp"], [placement]) for values in (numbers, numbers + 1))
+        assert digest(one) == digest(one.clone()) != digest(other)
+    kind: Any = TwoTensor
+    first, second = (kind(numbers, numbers + more) for more in (0, 1))
+    assert digest(first) == digest(kind(numbers, numbers)) != digest(second)
+
+
 def on_tensors(rank: int) -> dict[str, Any]:
     quiet()
     mesh = mesh_of((2, 2), "pp", "tp")
@@ -130,6 +160,8 @@ def on_tensors(rank: int) -> dict[str, Any]:
     compare(tied_sequential(), mesh, tensor_parallel, "zb-h1", 4)  # tied, and whole
     split = pipeline(sequential(), mesh, tensor_parallel, schedule="zb-h1")
     assert split.step(*data(0)).unsplit == 0  # the backward of a layer that is cut runs in two halves
+    checks(mesh, tensor_parallel, schedule="zb-h1")
+    cuts_buffers(mesh)
     # A state of the whole model goes into the parts, and what is not cut is the same on all.
     pipe = pipeline(sequential(), mesh, tensor_parallel)
     state = {name: value + 1 for name, value in sequential().state_dict().items()}

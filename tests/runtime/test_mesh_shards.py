@@ -18,6 +18,7 @@ from stageline.testing import run_ranks
 from support.meshes import (
     CASES,
     assert_close,
+    checks,
     compare,
     data,
     error_of,
@@ -175,6 +176,7 @@ def on_shards(rank: int) -> dict[str, str]:
     compare(sequential(), mesh, sharded, "1f1b", 4, recompute="stage")
     for recompute in ("stage", "*"):
         compare(own_forward(), mesh, sharded, "zb-h1", 4, recompute=recompute, reshard_after_forward="always")
+    checks(mesh, sharded)
     compare(frozen(), mesh, sharded, "zb-v", 4, max_norm=0.5)
     counts_tokens(mesh)
     for schedule, how in (("1f1b", "default"), ("zb-h1", "default"), ("zb-v", "always")):

@@ -30,6 +30,20 @@ class MeshBlock(nn.Module):
         return torch.as_tensor(x + self.down(functional.gelu(self.up(self.norm(x)))))
 
 
+class Scale(nn.Module):
+    """Scales by a buffer, which the forward counts up, and of which every process may hold a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors: Tensor
+        self.register_buffer("factors", torch.linspace(0.5, 1.5, WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = x * whole_of(self.factors).clone()
+        self.factors.add_(0.125)
+        return torch.as_tensor(scaled)
+
+
 class MeshModel(nn.Module):
     """A model with a forward of its own: an embedding, a stack of blocks, a norm and a head."""
 
@@ -254,6 +268,24 @@ def error_of(call: Any) -> str:
 def pipeline(model: Any, mesh: DeviceMesh, fn: Any = None, **options: Any) -> sl.Pipeline:
     options = {"loss_fn": loss_fn, "microbatches": 2, **options}
     return sl.Pipeline(model, mesh=mesh, parallelize=fn, **options)
+
+
+def checks(mesh: DeviceMesh, fn: Any, **options: Any) -> None:
+    """`sl.check` in a mesh: right, and "different" with a layer that is wrong by a hundredth of a percent."""
+    batch = data(0, samples=12)
+    for model in (sequential(), own_forward()):
+        report = sl.check(model, batch, loss_fn=loss_fn, mesh=mesh, parallelize=fn, microbatches=3, **options)
+        assert report.verdict == "reordered", str(report)
+        assert report.compared == len(dict(model.named_parameters()))
+
+    def wrong(part: Any, inner: Any) -> None:
+        fn(part, inner)
+        for name, module in part.named_modules():
+            if name == "2":
+                module.register_forward_hook(lambda module, inputs, output: output * 1.0001)
+
+    report = sl.check(sequential(), batch, loss_fn=loss_fn, mesh=mesh, parallelize=wrong, microbatches=3, **options)
+    assert report.verdict == "different", str(report)
 
 
 def same_bits(one: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -8,16 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from stageline.common.errors import StagelineError, shorten
+from stageline.distributed.collectives import ProcessCollectives
+from stageline.distributed.layout import ranks_of
 from stageline.model.compiled_models import unwrapped
 from stageline.model.huggingface import own_loss
 from stageline.model.split import check_positive
 from stageline.runtime._torch_private import pytree
 from stageline.runtime.batches.chunk_specs import ChunkSpecs
-from stageline.runtime.microbatches import Batch
+from stageline.runtime.microbatches import Batch, input_parts, target_parts
 from stageline.runtime.pipeline import Pipeline
 from stageline.runtime.reference import (
     FINE,
@@ -32,6 +35,7 @@ from stageline.runtime.reference import (
     within,
 )
 from stageline.runtime.stage import Stage
+from stageline.runtime.state_dict import gather_state
 from stageline.schedules.schedule import Schedule
 from stageline.tensors.copies import detached
 
@@ -56,6 +60,8 @@ class Report:
     """What the pipeline was compared with, in words."""
     reordered: tuple[Reordered, ...] = ()
     """The differing gradients whose terms are only summed in another order, and why."""
+    loss_rounding: float = 0.0
+    """By how much rounding may change the loss: 0 unless replicas or tensor parallel sum it in another order."""
 
     @property
     def equal(self) -> bool:
@@ -70,7 +76,14 @@ class Report:
         """
         if self.equal:
             return "equal"
-        return "reordered" if self.loss == self.alone and not self.unexplained else "different"
+        same_loss = abs(self.loss - self.alone) <= self.loss_rounding
+        return "reordered" if same_loss and not self.unexplained else "different"
+
+    @property
+    def _loss_in_words(self) -> str:
+        if self.loss == self.alone:
+            return "the same"
+        return "not the same" if abs(self.loss - self.alone) > self.loss_rounding else "the same within rounding"
 
     @property
     def unexplained(self) -> tuple[Difference, ...]:
@@ -91,7 +104,7 @@ class Report:
             f"{self.schedule.name} on {self.schedule.ranks} ranks, {self.schedule.stages} stages, "
             f"{self.schedule.microbatches} microbatches, against {self.reference}",
             f"verdict    {self.verdict}: {_MEANING[self.verdict]}",
-            f"loss       {self.loss!r} and {self.alone!r}: {'the same' if self.loss == self.alone else 'not the same'}",
+            f"loss       {self.loss!r} and {self.alone!r}: {self._loss_in_words}",
             f"bits       {self.compared - len(self.differing)} of {self.compared} gradients and buffers are the same",
         ]
         why = {tensor.name: f", rounding: {tensor.why}" for tensor in self.reordered}
@@ -113,7 +126,7 @@ def check(
     model: nn.Module,
     batch: Any,
     *,
-    ranks: int,
+    ranks: int | None = None,
     schedule: str | Path | Schedule | type = "1f1b",
     microbatches: int | None = None,
     loss_fn: Callable[[Any, Any], Any] | None = None,
@@ -125,6 +138,10 @@ def check(
     `batch` is a pair of inputs and targets, or a dict of keyword arguments for a model that computes its own loss. A
     model that draws random numbers is compared with a pipeline of one rank, which draws the same ones. `model` itself
     is not changed.
+
+    In a job of several processes, all of them call this with the same model and the same whole batch, of which each
+    data coordinate takes its share. `mesh` and `parallelize` are those of `Pipeline`; `ranks` is by default that of the
+    mesh. Every process holds the whole model beside its stages.
 
     The report's `verdict` is "equal" if every bit is the same, "reordered" if the only differences are gradients whose
     terms a pipeline sums in another order (tied weights, values that several stages use) and they are within rounding,
@@ -138,7 +155,10 @@ def check(
     model = unwrapped(model)
     if not isinstance(model, nn.Module):
         raise StagelineError(f"check takes a model, an nn.Module, got {shorten(model)}")
+    if ranks is None and options.get("mesh") is not None:
+        ranks = ranks_of(options["mesh"])
     check_positive("ranks", ranks)
+    assert ranks is not None
     inputs, targets, loss = _parse_batch(batch, loss_fn)
     names = ("args_chunk_spec", "kwargs_chunk_spec", "targets_chunk_spec", "output_merge_spec")
     samples = count_samples(inputs, ChunkSpecs(*(options.get(name) for name in names)))
@@ -150,17 +170,19 @@ def check(
     pipe = Pipeline(
         piped, loss_fn=loss, schedule=schedule, ranks=ranks, microbatches=parts, example=example, seed=0, **options
     )
-    if not pipe.runner.host.single_process:
-        raise StagelineError("check compares in one process; call it without torchrun")
+    if pipe.options.shard_optimizer:
+        raise StagelineError("check compares all gradients, and shard_optimizer=True leaves some; leave it out")
+    shares, specs = pipe.replicas, pipe.options.chunk_specs
+    own_inputs, own_targets = _share((inputs, targets), samples, pipe)
     if pipe.runner.stages.awaits_batch:
-        pipe.runner.show(Batch(inputs, targets))
-    sent = _watch_cuts(pipe, min(parts, samples))
+        pipe.runner.show(Batch(own_inputs, own_targets))
+    sent = _watch_cuts(pipe, min(parts, count_samples(own_inputs, specs)))
     # A model may change its inputs in place, so both runs get copies.
-    pipe_loss = pipe.step(*copy_batch((inputs, targets))).loss
-    specs = pipe.options.chunk_specs
-    alone = OneProcess(model, inputs, targets, example=example, parts=parts, specs=specs, penalty=pipe.penalty)
+    pipe_loss = pipe.step(*copy_batch((own_inputs, own_targets))).loss
+    alone = OneProcess(model, inputs, targets, example=example, parts=parts * shares, specs=specs, penalty=pipe.penalty)
     total, plain, reference = alone.run(loss)
-    mine, other = _state(piped), _state(plain)
+    other = _state(plain)
+    mine = _gathered(pipe, _state(piped), other)
     differing = tuple(sorted(differences(mine, other), key=lambda tensor: -tensor.largest))
     reasons = _reorder_reasons(pipe, sent)
     tied = {id(parameter) for parameter in pipe.runner.stages.placed.uses}
@@ -173,7 +195,42 @@ def check(
         tied=tuple(name for name, parameter in piped.named_parameters() if id(parameter) in tied),
         reference=reference,
         reordered=_reordered(differing, mine, other, reasons, alone, loss),
+        loss_rounding=reasons.rounding(plain) * abs(total) if _cut(pipe) else 0.0,
     )
+
+
+def _share(batch: tuple[Any, Any], samples: int, pipe: Pipeline) -> tuple[Any, Any]:
+    """The inputs and targets of this process's data coordinate."""
+    shares, specs = pipe.replicas, pipe.options.chunk_specs
+    if shares == 1:
+        return batch
+    if samples < shares:
+        raise StagelineError(
+            f"check divides the batch among {shares} replicas, and it has {samples} samples; pass more"
+        )
+    inputs, targets = input_parts(batch[0], shares, shares, specs), target_parts(batch[1], shares, shares, specs)
+    return inputs[pipe.replica], targets[pipe.replica]
+
+
+def _gathered(
+    pipe: Pipeline, state: dict[str, Tensor | None], other: Mapping[str, Tensor | None]
+) -> dict[str, Tensor | None]:
+    """The gradients and buffers of all stages, whole, where the others are; all processes call this together."""
+    host, owners = pipe.runner.host, pipe.runner.stages.owners
+    if not isinstance(host, ProcessCollectives):
+        return state
+    owned = {name: value for name, value in state.items() if owners.get(name.removesuffix(" (buffer)"), 0) in host.here}
+    gathered = gather_state(host, pipe.ranks, owned, list(state))
+    devices = {name: torch.device("cpu") if tensor is None else tensor.device for name, tensor in other.items()}
+    return {name: None if value is None else value.to(devices[name]) for name, value in gathered.items()}
+
+
+def _cut(pipe: Pipeline) -> str:
+    """Why a mesh may sum every value in another order; empty if it has only stages."""
+    layout = pipe.runner.host.layout
+    shares = f"the samples of {layout.data_rows} replicas are summed separately" if layout.data_rows > 1 else ""
+    tensors = f"tp {layout.tensors} cuts layers, whose outputs are sums of parts" if layout.tensors > 1 else ""
+    return "; ".join(filter(None, (shares, tensors)))
 
 
 def _watch_cuts(pipe: Pipeline, filled: int) -> dict[int, int]:
@@ -212,9 +269,15 @@ def _reorder_reasons(pipe: Pipeline, sent: Mapping[int, int]) -> Reasons:
         elif not pipe.certificate.in_order:
             sums[name] = "the schedule runs the backwards of microbatches in another order"
     last = pipe.schedule.stages - 1
+    host = pipe.runner.host
+    if isinstance(host, ProcessCollectives):
+        counts = host.all_gather(np.array([float(sent.get(stage, 0)) for stage in range(last + 1)]))
+        sent = dict(enumerate(counts.max(axis=(0, 1)).astype(int).tolist()))
     branching = max((stage for stage, count in sent.items() if count > 1 and stage < last), default=-1)
     why = f"several stages use a value of stage {branching} or an earlier one, whose gradient is summed stage by stage"
     arriving = {name: why for name, users in stages.items() if min(users) <= branching}
+    if cut := _cut(pipe):
+        return Reasons({}, dict.fromkeys(stages, cut), len(stages))
     return Reasons(sums, arriving, pipe.schedule.stages)
 
 

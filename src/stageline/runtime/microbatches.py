@@ -27,7 +27,7 @@ from stageline.runtime.rank_executors import ExecutorSet
 from stageline.runtime.setup.model_stages import ModelStages
 from stageline.runtime.setup.options import PipelineOptions, Reduction
 from stageline.schedules.schedule import Schedule
-from stageline.tensors.sharded import is_sharded
+from stageline.tensors.sharded import is_sharded, plain_tensors
 
 
 @dataclass(frozen=True)
@@ -315,8 +315,9 @@ def digest(tree: Any) -> int:
     for leaf in _leaves(tree):
         if isinstance(leaf, Tensor):
             hasher.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
-            plain = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            hasher.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+            for tensor in plain_tensors(leaf):
+                plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+                hasher.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
         else:  # the repr of an object may hold its address, which differs between ranks
             hasher.update((repr(leaf) if is_plain(leaf) else type(leaf).__qualname__).encode())
     return (int.from_bytes(hasher.digest(), "big") >> 12) | 1

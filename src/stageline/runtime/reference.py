@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from stageline.common.errors import StagelineError
+from stageline.distributed.bootstrap import several_processes
 from stageline.model.stage_module.boundary import arguments
 from stageline.runtime._torch_private import pytree
 from stageline.runtime.batches.chunk_specs import ChunkSpecs
@@ -134,6 +135,11 @@ class OneProcess:
         total = None if self._draws else self._loop(model, loss_fn, self._inputs, self._targets)
         if total is not None:
             return total, model, "a plain loop of one process"
+        if several_processes(60.0):
+            raise StagelineError(
+                "the model draws random numbers, and a plain loop draws others than a pipeline of processes; check it "
+                "in eval() mode, or without torchrun"
+            )
         self._draws, model = True, copy.deepcopy(self._model)
         return self._one_rank(model, loss_fn), model, "one rank: the model draws random numbers"
 
@@ -247,6 +253,11 @@ class Reasons:
     arriving: Mapping[str, str] = field(default_factory=dict)
     """Gradients computed from one whose terms are reordered."""
     stages: int = 1
+
+    def rounding(self, model: nn.Module) -> float:
+        """How far rounding may change the loss, relative to it, if every layer sums in another order."""
+        dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+        return SLACK * (self.stages + 1) * max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
 
     def of(self, name: str) -> str:
         """All reasons for one parameter; empty if there is none."""

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stageline.common.errors import PipelineError, StagelineError
 from stageline.distributed.collectives import ProcessCollectives, ReplicaGroup
@@ -80,8 +80,6 @@ class Replicas:
             stage: [(name, value) for name, value in parts[stage].named_parameters() if value not in placed.uses]
             for stage in order
         }
-        self._data = group if not host.layout.in_mesh else host.data_group(host.layout.data_dimensions)
-        """The rows that get different samples."""
         users: dict[tuple[int, ...], list[tuple[str, nn.Parameter]]] = {}
         for parameter, uses in placed.uses.items():
             if any(use.own is not None for use in uses):
@@ -150,8 +148,8 @@ class Replicas:
             ]
         )
 
-    def _summed_over(self, parameter: nn.Parameter) -> frozenset[str]:
-        """The dimensions over which a gradient is summed here: those over which FSDP does not."""
+    def _summed_over(self, parameter: Tensor) -> frozenset[str]:
+        """The dimensions over which a gradient is summed here: those over which the parameter is not cut."""
         layout = self.host.layout
         numbers = map(layout.in_layout, processes_of(parameter))
         places = [layout.coordinates(number) for number in numbers if number is not None]
@@ -216,8 +214,9 @@ class Replicas:
                         f"the buffer {name} has different sizes in the replicas, so they cannot be made equal"
                     )
                 buffer = buffer_named(owner, name)
-                if buffer is not None:
-                    self._data.broadcast_tensor(local(buffer).data)
+                dimensions = frozenset[str]() if buffer is None else self._summed_over(buffer)
+                if buffer is not None and dimensions:  # where processes hold the same part of it
+                    self._group_of(dimensions).broadcast_tensor(local(buffer).data)
 
     def metrics(self, own: dict[str, float]) -> dict[str, float]:
         """Add the metrics of all replicas, in their order."""

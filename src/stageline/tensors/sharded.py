@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from stageline.common.errors import StagelineError
-from stageline.tensors._torch_private import cut_of_first, is_on_its_way
+from stageline.tensors._torch_private import cut_of_first, is_on_its_way, is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -43,6 +43,24 @@ def local(tensor: Tensor) -> Tensor:
     """
     with torch.no_grad():
         return arrived(tensor.to_local()) if is_sharded(tensor) else tensor
+
+
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors with the values of a tensor on this process: its part, or the inner tensors of a subclass.
+
+    >>> list(plain_tensors(torch.ones(2)))
+    [tensor([1., 1.])]
+    """
+    value: Any = tensor
+    if is_sharded(value):
+        inner = [local(value)]
+    elif type(value) is not Tensor and is_traceable_wrapper_subclass(value):
+        inner = [getattr(value, name) for name in value.__tensor_flatten__()[0]]
+    else:
+        yield value
+        return
+    for part in inner:
+        yield from plain_tensors(part)
 
 
 def whole(tensor: Tensor) -> Tensor:
