@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,19 @@ settings.register_profile(
     "stageline", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 settings.load_profile("stageline")
+
+
+SLOWEST = ("train", "runtime", "docs", "distributed", "faults", "cli", "autograd", "model", "transport")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start the folders with the slowest files first, so that no process waits long for the last one."""
+    items.sort(key=lambda item: min((SLOWEST.index(part) for part in item.path.parts if part in SLOWEST), default=99))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of every garbage collection of the tests."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -54,13 +68,12 @@ def one_thread() -> Iterator[None]:
     torch.backends.mkldnn.enabled = mkldnn
 
 
-@pytest.fixture(scope="module")
-def fork_server() -> Iterator[ForkServer]:
-    """Start processes that have imported torch already."""
-    from stageline.testing import ForkServer
+@pytest.fixture(scope="session")
+def fork_server() -> ForkServer:
+    """Start processes that have imported torch already, from the same server as `run_ranks`."""
+    from stageline.distributed.launchers.fork_server import shared_server
 
-    with ForkServer() as fork_server:
-        yield fork_server
+    return shared_server()
 
 
 @pytest.fixture

@@ -212,7 +212,7 @@ def on_tensors(rank: int) -> dict[str, Any]:
 
 
 def test_tensor_parallel_rows_train_as_the_plain_loop_and_mistakes_are_named() -> None:
-    results = run_ranks(on_tensors, 4, timeout=120)
+    results = run_ranks(on_tensors, 4, timeout=400)
     known = {
         "samples": r"process 1 \(pp 0, tp 1\) received a different batch from process 0 \(pp 0, tp 0\): the inputs "
         r"differ, and processes that differ only in pp or tp take the same samples",

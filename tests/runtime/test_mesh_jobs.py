@@ -69,13 +69,13 @@ def on_eight(rank: int) -> dict[str, Any]:
 
 
 def test_two_by_two_by_two() -> None:
-    for result in run_ranks(on_eight, 8, timeout=150):
+    for result in run_ranks(on_eight, 8, timeout=400):
         assert result["name"] == "process 5 (pp 1, dp_shard 0, tp 1)"
         assert "FSDP2 itself reduces the gradient of" in result["hybrid"]
 
 
 @pytest.mark.parametrize("how", ["kill", "raise", "column"])
-def test_a_process_that_fails_is_named_by_its_place(how: str, tmp_path: Path) -> None:
+def test_a_process_that_fails_is_named_by_its_place(fork_server: ForkServer, how: str, tmp_path: Path) -> None:
     """Also where another one waits for it in a collective of FSDP2; and other columns of the mesh go on."""
     common = {
         "WORLD_SIZE": "4",
@@ -84,19 +84,20 @@ def test_a_process_that_fails_is_named_by_its_place(how: str, tmp_path: Path) ->
         "GLOO_SOCKET_IFNAME": "lo",
     }
     script = Path(__file__).parents[1] / "support" / "mesh_rank.py"
-    with ForkServer() as server:
-        processes = []
-        for rank in range(4):
-            environment = {**common, "RANK": str(rank), "STAGELINE_FLIGHT_DIR": str(tmp_path / "flights")}
-            log = tmp_path / f"log-{rank}"
-            processes.append(server.start(script, "main", [rank, str(tmp_path), how], log=log, environment=environment))
-        try:
-            for rank, process in enumerate(processes[:3]):
-                assert process.wait(60) == 0, (tmp_path / f"log-{rank}").read_text()
-        finally:
-            for process in processes:
-                process.signal(signal.SIGKILL)
-                process.wait(60)
+    processes = []
+    for rank in range(4):
+        environment = {**common, "RANK": str(rank), "STAGELINE_FLIGHT_DIR": str(tmp_path / "flights")}
+        log = tmp_path / f"log-{rank}"
+        processes.append(
+            fork_server.start(script, "main", [rank, str(tmp_path), how], log=log, environment=environment)
+        )
+    try:
+        for rank, process in enumerate(processes[:3]):
+            assert process.wait(200) == 0, (tmp_path / f"log-{rank}").read_text()
+    finally:
+        for process in processes:
+            process.signal(signal.SIGKILL)
+            process.wait(200)
     for rank in range(3):
         after, _, text = (tmp_path / f"said-{rank}").read_text().partition(" ")
         if how == "kill":

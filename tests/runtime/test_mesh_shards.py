@@ -205,7 +205,7 @@ def on_shards(rank: int) -> dict[str, str]:
 
 
 def test_sharded_rows_train_as_the_plain_loop() -> None:
-    for errors in run_ranks(on_shards, 4, timeout=120):
+    for errors in run_ranks(on_shards, 4, timeout=400):
         assert errors["tied"].startswith("ranks 0 and 1 use the parameter 0.weight; it is cut by (Shard(dim=0),) over")
         assert "on rank 0 and is whole on rank 1: let parallelize cut both in the same way, or" in errors["tied"]
         assert errors["name"] == "process 3 (pp 1, dp_shard 1)"

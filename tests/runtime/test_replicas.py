@@ -464,23 +464,22 @@ def test_replicas_on_one_gpu_add_up_through_the_host() -> None:
 
 
 @pytest.fixture
-def started(tmp_path: Path) -> Iterator[list[Child]]:
+def started(fork_server: ForkServer, tmp_path: Path) -> Iterator[list[Child]]:
     """Four processes that find each other by the environment; none is left."""
     port = free_port()
     common = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    with ForkServer() as fork_server:
-        ranks = [
-            fork_server.start(
-                Path(__file__).parents[1] / "support" / "replica_rank.py", "main", [rank, str(tmp_path)],
-                log=tmp_path / f"log-{rank}",
-                environment={**common, "RANK": str(rank), "STAGELINE_FLIGHT_DIR": str(tmp_path / "flights")},
-            )
-            for rank in range(4)
-        ]  # fmt: skip
-        yield ranks
-        for rank in ranks:
-            rank.signal(signal.SIGKILL)
-            rank.wait(200)
+    ranks = [
+        fork_server.start(
+            Path(__file__).parents[1] / "support" / "replica_rank.py", "main", [rank, str(tmp_path)],
+            log=tmp_path / f"log-{rank}",
+            environment={**common, "RANK": str(rank), "STAGELINE_FLIGHT_DIR": str(tmp_path / "flights")},
+        )
+        for rank in range(4)
+    ]  # fmt: skip
+    yield ranks
+    for rank in ranks:
+        rank.signal(signal.SIGKILL)
+        rank.wait(200)
 
 
 def test_a_killed_rank_of_one_replica_is_named_by_all_others(started: list[Child], tmp_path: Path) -> None:

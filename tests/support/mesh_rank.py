@@ -58,7 +58,7 @@ def main(rank: int, folder: str, how: str = "kill") -> None:
         microbatches=4,
         mesh=mesh,
         parallelize=None if how == "column" else sharded,
-        deadline=3.0 if how == "raise" else 60.0,
+        deadline=6.0 if how == "raise" else 60.0,
     )
     try:
         for _ in range(3):

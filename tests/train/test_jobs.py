@@ -34,18 +34,18 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_killed_job_resumes_with_the_same_bits(fork_server: ForkServer, tokens: Path, processes: int) -> None:
-    """Dropout and shuffling are on; all runs are compared with the uninterrupted run on threads."""
+    """Dropout and shuffling are on; all runs, also of planned schedules, are compared with an uninterrupted one."""
+    planned = "--parallelism.pipeline_parallel_schedule=auto"
     assert exit_codes(start(fork_server, tokens, "whole")) == [0], log_of(tokens, "whole")
     draw = random.Random(processes)
     for _ in range(2):
-        children = start(fork_server, tokens, "parts", processes=processes)
+        children = start(fork_server, tokens, "parts", planned, processes=processes)
         wait_for(tokens, "parts", min(step_of(tokens, "parts") + draw.randrange(1, 7), 15))
         for child in children:
             child.signal(signal.SIGKILL)
         exit_codes(children)
-    assert exit_codes(start(fork_server, tokens, "parts", processes=processes)) == [0] * processes, log_of(
-        tokens, "parts"
-    )
+    children = start(fork_server, tokens, "parts", planned, processes=processes)
+    assert exit_codes(children) == [0] * processes, log_of(tokens, "parts")
     assert losses(tokens, "parts") == losses(tokens, "whole")
     assert len(losses(tokens, "whole")) == 16
     assert weights(tokens, "parts", 16) == weights(tokens, "whole", 16)

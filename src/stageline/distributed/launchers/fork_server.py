@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import importlib.util
 import json
@@ -25,8 +26,8 @@ from typing import Any, NamedTuple, Self
 
 from stageline.common.files import atomic_file
 
-PRELOADED = "stageline.runtime.pipeline"
-"""What every rank will need; it takes seconds to import."""
+PRELOADED = ("stageline.runtime.pipeline", "torch._dynamo")
+"""What every rank will need, the latter when an optimizer first steps; importing it takes seconds."""
 
 
 class Child:
@@ -206,7 +207,8 @@ def read_answer(folder: Path) -> Answer | None:
 
 def main(descriptor: int) -> None:
     """Read a line for every process to start; write a line when it has started and when it has ended."""
-    importlib.import_module(PRELOADED)
+    for name in PRELOADED:
+        importlib.import_module(name)
     orders = socket.socket(fileno=descriptor)
     reader, writer = socket.socketpair()
     writer.setblocking(False)
@@ -273,6 +275,7 @@ def _fork(
         running.add(pid)
         _report(orders, pid, None)
         return None
+    gc.freeze()  # what the server imported stays: to collect it at the end would take each process a second
     orders.close()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
