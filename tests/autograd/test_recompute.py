@@ -143,6 +143,26 @@ def test_a_recomputed_stage_does_not_keep_its_output() -> None:
     stage.forget()
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_recomputed_stage_frees_all_activations_of_its_first_step(microbatches: int) -> None:
+    """Also those that a graph holds as its own outputs."""
+    memory: list[Any] = []
+
+    class Exponential(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            value = torch.exp(super().forward(x))
+            memory.append(weakref.ref(value.untyped_storage()))
+            return value * 2
+
+    pipe = sl.Pipeline(
+        nn.Sequential(Exponential(8, 8)), loss_fn=functional.mse_loss, schedule="1f1b", ranks=1,
+        microbatches=microbatches, recompute="stage",
+    )  # fmt: skip
+    pipe.step(torch.randn(4, 8), torch.randn(4, 8))
+    gc.collect()
+    assert [reference() for reference in memory] == [None] * 2 * microbatches
+
+
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_dropout_inside_a_chosen_module_draws_the_same_again(name: str) -> None:
     results = []

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,17 @@ import stageline as sl
 from stageline.testing import FaultyStage, ForkServer, assert_same_bits, one_process_step, run_ranks, shared_gpu
 from stageline.transport.gpu import nccl
 from support.gradients import gradients
+from support.meshes import (
+    CASES,
+    both,
+    compare,
+    mesh_of,
+    own_forward,
+    quiet,
+    sequential,
+    sharded,
+    tensor_parallel,
+)
 from support.pipelines import TRAINING, Block, batch, blocks, tied_model, token_loss
 from support.ports import free_port
 
@@ -90,6 +104,68 @@ def test_all_families_give_the_bits_of_one_process_on_two_ranks(dtype: torch.dty
 def test_families_give_the_bits_of_one_process_on_four_ranks() -> None:
     names = ["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe"]
     assert len(on_one_gpu(trains, 4, 4, names, [8], torch.float32)[0]) == len(names)
+
+
+def captures(rank: int, ranks: int, names: list[str]) -> list[str]:
+    """CUDA graphs beside a pipeline without them, both over NCCL; fail where any bit differs."""
+    torch.use_deterministic_algorithms(True)
+    warnings.simplefilter("ignore")
+    done = []
+    for name in names:
+        model = blocks(8, 64).to(DEVICE)
+        first, second = (
+            sl.Pipeline(
+                copy.deepcopy(model), loss_fn=functional.mse_loss, schedule=name, ranks=ranks, microbatches=8,
+                cuda_graphs=graphs,
+            )
+            for graphs in (True, False)
+        )  # fmt: skip
+        assert travels_over_nccl(first)
+        optimizers = [torch.optim.SGD(pipe.parameters(), lr=0.1) for pipe in (first, second)]
+        for step in range(5):
+            torch.manual_seed(step)
+            x, y = (part.to(DEVICE) for part in batch(16, 64))
+            assert first.step(x, y).loss == second.step(x, y).loss, (name, step)
+            assert_same_bits(dict(first.named_gradients()), dict(second.named_gradients()), f"{name}, step {step}")
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        (executor,) = first.runner.executors_for(8, True).executors
+        assert executor.graphs is not None
+        assert all("F" in state.actions for state in executor.graphs.microbatches.values())
+        done.append(name)
+    return done
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_captured_actions_give_the_bits_of_a_pipeline_without_graphs(ranks: int) -> None:
+    names = ["1f1b", "interleaved", "zb-h1", "zb-v"]
+    assert on_one_gpu(captures, ranks, ranks, names) == [names] * ranks
+
+
+def meshes(rank: int, shape: tuple[int, ...], names: tuple[str, ...], kind: str) -> bool:
+    """A pipeline as one row of a larger mesh, against the plain loop in float64 on the same GPU."""
+    quiet()
+    mesh = mesh_of(shape, *names, device="cuda")
+    function = {"tp": tensor_parallel, "shards": sharded, "both": both}[kind]
+    for schedule, microbatches, options in CASES:
+        compare(sequential().to(DEVICE), mesh, function, schedule, microbatches, max_norm=0.5, **options)
+    compare(own_forward().to(DEVICE), mesh, function, "zb-h1", 4, max_norm=0.5)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "kind"),
+    [
+        ((2, 2), ("pp", "tp"), "tp"),
+        ((2, 2), ("pp", "dp_shard"), "shards"),
+        ((2, 2, 2), ("pp", "dp_shard", "tp"), "both"),
+    ],
+)
+def test_a_row_of_a_larger_mesh_trains_as_the_plain_loop(
+    shape: tuple[int, ...], names: tuple[str, ...], kind: str
+) -> None:
+    assert all(on_one_gpu(meshes, math.prod(shape), shape, names, kind))
 
 
 class Tree(nn.Module):

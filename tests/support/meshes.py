@@ -98,11 +98,11 @@ def loss_fn(output: Any, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def data(share: int, samples: int = 6) -> tuple[Tensor, Tensor]:
+def data(share: int, samples: int = 6, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
     """The samples of one data coordinate."""
     generator = torch.Generator().manual_seed(100 + share)
     tokens = torch.randint(VOCABULARY, (samples, 6), generator=generator)
-    return tokens, torch.randint(VOCABULARY, (samples, 6), generator=generator)
+    return tokens.to(device), torch.randint(VOCABULARY, (samples, 6), generator=generator).to(device)
 
 
 def tensor_parallel(part: nn.Module, mesh: DeviceMesh | None) -> None:
@@ -190,18 +190,20 @@ def whole_of(tensor: Any) -> Tensor:
 def assert_close(mine: Tensor, expected: Tensor, what: str, within: float = 1e-9) -> None:
     """Every element is within 1e-9 of the largest, or `within` another fraction of it."""
     assert mine.shape == expected.shape, what
-    error = (mine - expected).abs().max().item()
+    error = (mine.to(expected.device) - expected).abs().max().item()
     assert error <= within * max(expected.abs().max().item(), 1e-30), (what, error)
 
 
 def train(pipe: sl.Pipeline, samples: int = 6, max_norm: float | None = None) -> dict[str, Any]:
     """The same three steps of a pipeline, on this process's share of the samples."""
-    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+    # On GPUs, torch's default updates all parameters in one call, which takes no mix of tensors and DTensors.
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2, foreach=False)
+    device = next(pipe.parameters()).device
     losses, norms = [], []
     gradients: dict[str, Tensor] = {}
     for _ in range(STEPS):
         optimizer.zero_grad()
-        losses.append(pipe.step(*data(pipe.replica, samples + pipe.replica)).loss)
+        losses.append(pipe.step(*data(pipe.replica, samples + pipe.replica, device)).loss)
         if max_norm is not None:
             norms.append(pipe.clip_grad_norm_(max_norm).item())
         gradients = {name: whole_of(grad) for name, grad in pipe.named_gradients() if grad is not None}
@@ -224,7 +226,8 @@ def compare(
     pipe = sl.Pipeline(
         source, loss_fn=loss_fn, schedule=schedule, microbatches=microbatches, mesh=mesh, parallelize=fn, **options
     )
-    shares = [data(share, 6 + share) for share in range(pipe.replicas)]
+    device = next(model.parameters()).device
+    shares = [data(share, 6 + share, device) for share in range(pipe.replicas)]
     expected, mine = plain_loop(model, shares, microbatches, max_norm), train(pipe, max_norm=max_norm)
     for kind in ("losses", "norms"):
         for one, other in zip(mine[kind], expected[kind], strict=True):
@@ -247,8 +250,8 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
 """Schedules, one of them with fewer microbatches than ranks."""
 
 
-def mesh_of(shape: tuple[int, ...], *names: str) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+def mesh_of(shape: tuple[int, ...], *names: str, device: str = "cpu") -> DeviceMesh:
+    return init_device_mesh(device, shape, mesh_dim_names=names)
 
 
 def quiet() -> None:

@@ -472,6 +472,7 @@ class Stage:
                 f"stage {self.index} changed its input in place, so its forward cannot be recomputed; work on a copy "
                 "(x = x.clone()), or use another recompute="
             )
+        self._dropping.release()
         # New leaves: hooks that the first run put on its inputs must not be called beside those of this run.
         kept.inputs = [_as_leaf(leaf, isinstance(leaf, Tensor) and leaf.requires_grad) for leaf in kept.inputs]
         kept.hooks = engine.registered_hooks()
@@ -542,6 +543,7 @@ class Stage:
     def forget(self) -> None:
         """Drop everything kept, after a step that failed."""
         self._kept.clear()
+        self._dropping.release()
         self._shared = None
         self._refreshed = None
 

@@ -43,24 +43,37 @@ class ActivationDropping:
     """Context managers in which the forward and the loss of a stage run when their graphs are dropped.
 
     A forward that calls `torch.autograd.grad` or `.backward()` needs its saved tensors before it ends. The first run
-    keeps them all and records whether any was read. Later runs keep or drop them accordingly.
+    keeps them all until the next one and records whether any was read. Later runs keep or drop them accordingly.
     """
 
     def __init__(self) -> None:
         self._reads: dict[str, bool] = {}
+        self._kept: list[list[Tensor]] = []
+        """The tensors of first runs, one each: a graph that held its own output would never be freed."""
 
     def around(self, what: str) -> AbstractContextManager[Any]:
         """The context manager for `what`: "stage 1", or its loss function."""
         if what not in self._reads:
             self._reads[what] = False
-            return saved_tensors_hooks(lambda tensor: tensor, partial(self._note_read, what))
+            return saved_tensors_hooks(self._keep, partial(self._note_read, what))
+        self.release()
         if self._reads[what]:
             return nullcontext()  # the graph is freed when the forward ends
         return saved_tensors_hooks(lambda tensor: None, partial(_refuse_read, what))
 
-    def _note_read(self, what: str, tensor: Tensor) -> Tensor:
+    def release(self) -> None:
+        """Free what first runs kept."""
+        for holder in self._kept:
+            holder.clear()
+        self._kept = []
+
+    def _keep(self, tensor: Tensor) -> list[Tensor]:
+        self._kept.append([tensor])
+        return self._kept[-1]
+
+    def _note_read(self, what: str, holder: list[Tensor]) -> Tensor:
         self._reads[what] = True
-        return tensor
+        return holder[0]
 
 
 def _refuse_read(what: str, dropped: None) -> Tensor:
