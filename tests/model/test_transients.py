@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 import stageline as sl
-from stageline.model.measurement import CallBenchmark, Duration, PeakMeter, Timer, capture, is_host_bound, run_round
+from stageline.model import measurement
+from stageline.model.measurement import CallBenchmark, PeakMeter, Timer, capture, is_host_bound, run_round
 from stageline.model.profile import Layer, Profile, read_profile, stage_transients
 from stageline.model.profiler import LOSS, with_loss
 
@@ -135,26 +136,30 @@ def test_a_meter_of_a_gpu_measures_temporaries() -> None:
 
 
 class FixedTimer(Timer):
-    """Measures the same time for every call, less on the GPU or less on the host."""
+    """Measures the same time for every call on the GPU."""
 
     engine_call = 0.1
 
-    def __init__(self, duration: Duration) -> None:
+    def __init__(self, seconds: float) -> None:
         super().__init__(torch.device("cpu"))
-        self._duration = duration
+        self._seconds = seconds
 
-    def __call__(self, call: Any) -> tuple[Duration, Any]:
-        return self._duration, call()
+    def __call__(self, call: Any) -> tuple[float, Any]:
+        return self._seconds, call()
 
 
-@pytest.mark.parametrize("duration", [Duration(device=2.0, host=1.0), Duration(device=1.0, host=2.0)])
-def test_the_slower_of_gpu_and_host_sets_the_times(duration: Duration) -> None:
+@pytest.mark.parametrize(("device", "host"), [(2.0, 1.0), (1.0, 2.0)])
+def test_the_slower_of_gpu_and_host_sets_the_times(
+    device: float, host: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measurement, "on_host", lambda call: (host, call()))
     model, x = classifier(), torch.randn(SAMPLES, WIDTH)
     traces = capture([("0", model[0])], lambda: model(x))
-    call = CallBenchmark(traces[0], traces[0].calls[0], FixedTimer(duration))
+    call = CallBenchmark(traces[0], traces[0].calls[0], FixedTimer(device))
     run_round([call], keep=True)
+    run_round([call], keep=True, running=True)
     on_host = is_host_bound([call])
-    assert on_host == (duration.host > duration.device)
+    assert on_host == (host > device)
     assert call.median("F", on_host=on_host) == 2.0
     # A stage calls autograd's engine once for all its units.
     assert call.median("B", on_host=on_host) == (1.9 if on_host else 2.0)
@@ -169,6 +174,5 @@ def test_a_gpu_is_timed_without_the_gaps_of_its_host() -> None:
         for _ in range(50):
             x.add(1)
 
-    durations = [timer(many)[0] for _ in range(5)]
-    assert min(duration.device for duration in durations) < min(duration.host for duration in durations)
+    assert min(timer(many)[0] for _ in range(5)) < min(measurement.on_host(many)[0] for _ in range(5))
     assert timer.engine_call < 2e-3

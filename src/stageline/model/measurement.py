@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -238,7 +238,9 @@ class CallBenchmark:
         self._trace, self._call, self._timer = trace, call, timer
         self._plans: list[GraphPlan] = []
         self._graph = _Graph()
-        self._times: dict[str, list[Duration]] = {kind: [] for kind in "FIWB"}
+        self._times: dict[str, list[float]] = {kind: [] for kind in "FIWB"}
+        self._host_times: dict[str, list[float]] = {kind: [] for kind in "FIWB"}
+        """Of the host that launches the kernels of a GPU, in a loop that does not wait for them."""
         self.transients = dict.fromkeys("FIWB", 0)
         """Bytes that are held only while an action runs."""
 
@@ -285,18 +287,22 @@ class CallBenchmark:
         with self._errors_named(), plain_precision(), ArrivingGradients(graph.inputs):
             return measure(lambda: torch.autograd.backward(graph.outputs, grads))[0]
 
-    def forward(self, keep: bool) -> None:
-        """Run F, before `halves` or `whole`. Record its time if `keep`, else it is a warm-up."""
-        self._record("F", self._forward(self._timer), keep)
+    def forward(self, keep: bool, running: bool = False) -> None:
+        """Run F, before `halves` or `whole`. Record its time if `keep`, else it is a warm-up.
 
-    def halves(self, keep: bool) -> None:
+        With `running`, it is the host's time, and nothing waits for a GPU.
+        """
+        self._record("F", self._forward(on_host if running else self._timer), keep, running)
+
+    def halves(self, keep: bool, running: bool = False) -> None:
         """Run I and W."""
-        for kind, seconds in zip("IW", self._halves(self._timer, Duration()), strict=True):
-            self._record(kind, seconds, keep)
+        measured = self._halves(on_host if running else self._timer, 0.0)
+        for kind, seconds in zip("IW", measured, strict=True):
+            self._record(kind, seconds, keep, running)
 
-    def whole(self, keep: bool) -> None:
+    def whole(self, keep: bool, running: bool = False) -> None:
         """Run B."""
-        self._record("B", self._whole(self._timer, Duration()), keep)
+        self._record("B", self._whole(on_host if running else self._timer, 0.0), keep, running)
 
     def measure_transients(self, meter: PeakMeter) -> None:
         """Record how far memory rises while F, B, I and W run."""
@@ -318,16 +324,16 @@ class CallBenchmark:
             split.weight_gradients()
         return sum(size for key, size in retained.items() if key not in state)
 
-    def _record(self, kind: str, seconds: Duration, keep: bool) -> None:
+    def _record(self, kind: str, seconds: float, keep: bool, running: bool) -> None:
         if keep:
-            self._times[kind].append(seconds)
+            (self._host_times if running else self._times)[kind].append(seconds)
 
     def median(self, kind: str, *, on_host: bool = False) -> float:
         """Return the median of the recorded times, on the GPU or on the host."""
         if not on_host:
-            return statistics.median([seconds.device for seconds in self._times[kind]])
+            return statistics.median(self._times[kind])
         once_per_stage = self._timer.engine_call if kind in "BI" else 0.0
-        return max(0.0, statistics.median([seconds.host for seconds in self._times[kind]]) - once_per_stage)
+        return max(0.0, statistics.median(self._host_times[kind]) - once_per_stage)
 
     def _errors_named(self) -> AbstractContextManager[None]:
         return _errors_named([self._trace], "it ran alone with the inputs from the model")
@@ -339,17 +345,17 @@ def is_host_bound(calls: Sequence[CallBenchmark]) -> bool:
     return host > device
 
 
-def run_round(calls: Sequence[CallBenchmark], keep: bool) -> None:
+def run_round(calls: Sequence[CallBenchmark], keep: bool, running: bool = False) -> None:
     """Run all calls once with split backwards and once with whole ones.
 
     They run in the order of a step, so that caches and memory are as in a step, and a slow spell of the machine affects
-    all layers.
+    all layers. With `running`, the host launches one after the other and does not wait for a GPU, as in a step.
     """
     for backward in (CallBenchmark.halves, CallBenchmark.whole):
         for call in calls:
-            call.forward(keep)
+            call.forward(keep, running)
         for call in reversed(calls):
-            backward(call, keep)
+            backward(call, keep, running)
 
 
 Value = TypeVar("Value")
@@ -360,52 +366,46 @@ ENGINE_CALLS = 10
 """Backwards of an almost empty graph, to measure what a call of autograd's engine takes."""
 
 
-class Duration(NamedTuple):
-    """The seconds of a call: on the GPU, and on the host that launches its kernels. Without a GPU both are the same."""
-
-    device: float = 0.0
-    host: float = 0.0
-
-
 class Timer:
-    """Measures the duration of a call with the host's clock, and on a GPU with its events, too."""
+    """Measures the seconds of a call: on the host with its clock, on a GPU with events."""
 
     def __init__(self, device: torch.device) -> None:
         if device.type not in ("cpu", "cuda"):
             raise StagelineError(f"device must be 'cpu' or 'cuda', got {str(device)!r}")
-        self._device = device
+        self.device = device
 
     @cached_property
     def engine_call(self) -> float:
         """The host's seconds for a call of autograd's engine on a GPU, which every stage makes once, not every unit."""
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             return 0.0
-        leaf = torch.zeros((), device=self._device, requires_grad=True)
+        leaf = torch.zeros((), device=self.device, requires_grad=True)
         run = lambda: torch.autograd.backward(leaf + 0)  # noqa: E731
-        return min(self(run)[0].host for _ in range(ENGINE_CALLS))
+        return min(on_host(run)[0] for _ in range(ENGINE_CALLS))
 
-    def __call__(self, call: Callable[[], Value]) -> tuple[Duration, Value]:
+    def __call__(self, call: Callable[[], Value]) -> tuple[float, Value]:
         """Return the seconds, and the result of the call."""
-        if self._device.type == "cpu":
-            start_time = time.perf_counter()
-            value = call()
-            seconds = time.perf_counter() - start_time
-            return Duration(seconds, seconds), value
+        if self.device.type == "cpu":
+            return on_host(call)
         make: Any = torch.cuda.Event
         start, end = make(enable_timing=True), make(enable_timing=True)
-        stream = torch.cuda.current_stream(self._device)
+        stream = torch.cuda.current_stream(self.device)
         stream.synchronize()
         # In a step, the host runs ahead of the GPU. The GPU waits for it here, so that it is not idle between kernels.
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self.device):
             sleep_on_gpu(AHEAD)
         start.record(stream)
-        start_time = time.perf_counter()
         value = call()
-        on_host = time.perf_counter() - start_time
         end.record(stream)
         end.synchronize()
-        on_host -= 0.0 if on_host < AHEAD else AHEAD  # it waited for the GPU
-        return Duration(float(start.elapsed_time(end)) / 1e3, on_host), value
+        return float(start.elapsed_time(end)) / 1e3, value
+
+
+def on_host(call: Callable[[], Value]) -> tuple[float, Value]:
+    """The host's seconds for a call, which may leave work to a GPU, and the result."""
+    start_time = time.perf_counter()
+    value = call()
+    return time.perf_counter() - start_time, value
 
 
 class PeakMeter:

@@ -134,6 +134,9 @@ def profile_layers(
         for round_index in range(warmup + repeats):
             run_round(all_calls, keep=round_index >= warmup)
         if compute_device.type == "cuda":
+            for round_index in range(warmup + repeats):
+                torch.cuda.synchronize(compute_device)
+                run_round(all_calls, keep=round_index >= warmup, running=True)
             meter = PeakMeter(compute_device)
             for call in all_calls:
                 call.measure_transients(meter)
