@@ -149,9 +149,7 @@ class FixedTimer(Timer):
 
 
 @pytest.mark.parametrize(("device", "host"), [(2.0, 1.0), (1.0, 2.0)])
-def test_the_slower_of_gpu_and_host_sets_the_times(
-    device: float, host: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_slower_of_gpu_and_host_sets_the_times(device: float, host: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurement, "on_host", lambda call: (host, call()))
     model, x = classifier(), torch.randn(SAMPLES, WIDTH)
     traces = capture([("0", model[0])], lambda: model(x))

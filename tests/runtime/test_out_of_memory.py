@@ -178,7 +178,7 @@ class Huge(nn.Module):
 def test_a_gpu_that_runs_out_of_memory_states_its_bytes() -> None:
     model = nn.Sequential(blocks(1), Huge(), blocks(1)).to("cuda")
     pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="gpipe", ranks=1, microbatches=4)
-    with pytest.raises(torch.cuda.OutOfMemoryError, match=r"CUDA out of memory\. Tried to allocate .* [GT]iB") as caught:
+    with pytest.raises(torch.cuda.OutOfMemoryError, match=r"CUDA out of memory\. Tried to allocate .*iB") as caught:
         pipe.step(*(part.to("cuda") for part in batch(16)))
     error: Any = caught.value
     assert (error.action, error.stage, error.microbatch) == ("F", 0, 0)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from operator import attrgetter
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "add_tensors",
+    "any_hooks",
     "current_node",
     "has_hooks",
     "hooks_registered",
@@ -77,6 +79,11 @@ def has_hooks(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
+def any_hooks(parameters: Iterable[Any]) -> bool:
+    """Whether one of the parameters has such a hook."""
+    return any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in parameters)
+
+
 def sequence_number(node: Any) -> int:
     """The place of a node in the order in which the forward created them."""
     return int(node._sequence_nr())
@@ -93,9 +100,10 @@ def saved_names(node: Any) -> list[str]:
     return [name.removeprefix(_RAW) for name in names]
 
 
-def saved_hook(node: Any, name: str) -> Any:
-    """The hook that unpacks a tensor that a node saved; None if autograd itself holds the tensor."""
-    return getattr(node, _RAW + name).unpack_hook
+@cache
+def saved_hook(name: str) -> Callable[[Any], Any]:
+    """A function that returns the hook that unpacks a tensor of this name; None if autograd itself holds the tensor."""
+    return attrgetter(f"{_RAW}{name}.unpack_hook")
 
 
 def storage_id(tensor: Tensor) -> int | None:

@@ -174,7 +174,7 @@ class _Analysis:
         leads_to_complex = any(self.nodes[leaf].variable.is_complex() for leaf in leaves)  # type: ignore[attr-defined]
         usual = formula.deferred or not (leads_to_complex or input_metadata(self.nodes[number])[0].dtype.is_complex)
         apart = formula.data == {0, 1} or formula.deferred or not formula.data & set(edges)
-        return usual and apart and formula.fits(self.nodes[number])
+        return usual and apart and (formula.fits is None or formula.fits(self.nodes[number]))
 
     def _settle(self, candidates: list[Fork]) -> None:
         """Decide which parameters get their gradients from I, and which forks share one."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -153,6 +154,17 @@ class GraphPlan:
         return [(number, name) for number, (kind, name) in enumerate(self.kinds) if kind.__name__ == "CppFunction"]
 
     @cached_property
+    def _conditions(self) -> list[tuple[Callable[[Any], bool], int]]:
+        """What has to hold for nodes with a formula, and their numbers."""
+        formulas = [(fork.formula, fork.node) for fork in self.forks if fork.formula is not None]
+        return [(formula.fits, number) for formula, number in formulas if formula.fits is not None]
+
+    @cached_property
+    def targets(self) -> list[Any]:
+        """All parameters that forks lead to directly."""
+        return [target for fork in self.forks for target in fork.targets if target is not None]
+
+    @cached_property
     def _walk(self) -> Walk:
         return compile_walk(len({number for number, _ in self.roots}), self.children)
 
@@ -172,17 +184,22 @@ class GraphPlan:
             return None
         if nodes is None:
             return None
-        if len(nodes) != len(self.kinds) or len(set(map(id, nodes))) != len(nodes):
+        if len(nodes) != len(self.kinds) or len(set(nodes)) != len(nodes):
             return None
         if list(map(type, nodes)) != self._types or any(nodes[number].name() != name for number, name in self._names):
             return None
-        if any(nodes[number].variable is not parameter for number, parameter in self.parameters.items()):
+        leaves = map(_variable, map(nodes.__getitem__, self.parameters))
+        if not all(map(is_, leaves, self.parameters.values())):
             return None
         for number, tensor in zip(self.inputs, inputs, strict=True):
             if number >= 0 and not _ends_in(nodes[number], tensor):
                 return None
-        usual = all(fork.formula is None or fork.formula.fits(nodes[fork.node]) for fork in self.forks)
+        usual = all(fits(nodes[number]) for fits, number in self._conditions)
         return nodes if usual and hooked_by(nodes, self.savers) == self.hooked else None
+
+
+_variable = attrgetter("variable")
+"""The leaf that a node accumulates the gradient of."""
 
 
 def _ends_in(node: Any, tensor: Tensor) -> bool:
@@ -195,7 +212,7 @@ def hooked_by(nodes: Sequence[Any], savers: Iterable[tuple[int, str]]) -> list[i
 
     A node saves all its tensors at the same moment, so the first one stands for all.
     """
-    hooks = [saved_hook(nodes[number], name) for number, name in savers]
+    hooks = [saved_hook(name)(nodes[number]) for number, name in savers]
     return [0 if hook is None else _holder(hook) for hook in hooks]
 
 

@@ -29,7 +29,14 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from stageline.autograd import engine
-from stageline.autograd._torch_private import add_tensors, has_hooks, input_metadata, sequence_number, tensor_hooks
+from stageline.autograd._torch_private import (
+    add_tensors,
+    any_hooks,
+    has_hooks,
+    input_metadata,
+    sequence_number,
+    tensor_hooks,
+)
 from stageline.autograd.graph_analysis import make_plan
 from stageline.autograd.graph_plan import Fork, FreedMemory, GraphPlan
 from stageline.autograd.graphs.backward import Deferred
@@ -48,7 +55,7 @@ SMALL_ON_HOST = 2**12
 """The same on the host, which adds larger ones at once, while they are in its caches."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _ForkNote:
     """What I note at a fork."""
 
@@ -97,6 +104,7 @@ class SplitBackward:
     """How many elements of parameters got their gradient from I."""
     total: int = 0
     """How many elements of parameters get a gradient."""
+    _plan: GraphPlan | None = None
     _notes: list[_ForkNote] = field(default_factory=list)
     _nodes: list[Node] = field(default_factory=list)
     _together: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
@@ -126,7 +134,7 @@ class SplitBackward:
 
     def input_gradients(self) -> list[Tensor | None]:
         """Run I: the gradients of the inputs, None if there is none."""
-        plan = self._find_plan()
+        plan = self._plan = self._find_plan()
         self.total = plan.total
         if plan.whole or self.whole:
             return self._whole()
@@ -228,14 +236,25 @@ class SplitBackward:
         soon = _Roots()
         last = _Roots()  # what several forks contribute to is accumulated in one run, as in a whole backward
         sums: tuple[list[Tensor], list[Tensor]] = ([], [])
+        plain = self.direct and self._plan is not None and not any_hooks(self._plan.targets)
         with torch.no_grad():
             for note in self._notes:
-                if note.fork.formula is None:
+                fork, formula = note.fork, note.fork.formula
+                if formula is None:
                     self._run_again(note)
                     continue
-                for index, grad in self._by_hand(note, sums):
-                    number, output = note.fork.children[index]
-                    (soon if note.fork.alone else last).add(GradientEdge(self._nodes[number], output), grad)
+                grad = note.grads[0] if note.grads else None
+                if grad is None and not formula.deferred:
+                    continue
+                if plain and fork.wanted is not None:  # the usual case
+                    gradients = formula.compute(note.saved, grad, fork.wanted)
+                    for parameter, gradient in zip(fork.targets, gradients, strict=True):
+                        if gradient is not None:
+                            _accumulate(parameter, gradient, grad, sums)
+                else:
+                    for index, gradient in self._by_hand(note, grad, sums):
+                        number, output = fork.children[index]
+                        (soon if fork.alone else last).add(GradientEdge(self._nodes[number], output), gradient)
                 note.saved = note.grads = ()
                 if soon.bytes > PENDING:
                     soon.run()
@@ -247,6 +266,7 @@ class SplitBackward:
                     last.add(root, grad)
             last.run()
         self._notes, self._together, self._nodes, self._last, self._owners = [], [], [], ([], []), []
+        self._plan = None
 
     def retained(self) -> Iterator[Any]:
         """Yield what is held from I to W, as trees of tensors: gradients, and what nodes saved and did not release."""
@@ -261,38 +281,25 @@ class SplitBackward:
                     except RuntimeError:  # released
                         break
 
-    def _by_hand(self, note: _ForkNote, sums: tuple[list[Tensor], list[Tensor]]) -> list[tuple[int, Tensor]]:
+    def _by_hand(
+        self, note: _ForkNote, grad: Tensor | None, sums: tuple[list[Tensor], list[Tensor]]
+    ) -> list[tuple[int, Tensor]]:
         """Compute the gradients of one fork's edges; return those that autograd is to propagate to parameters.
 
-        Those of plain parameters are accumulated here: large ones at once, small ones together at the end.
+        Those of plain parameters are accumulated here.
         """
         fork = note.fork
-        grad = note.grads[0] if note.grads else None
-        if fork.formula is None or (grad is None and not fork.formula.deferred):
-            return []
-        wanted: Sequence[WantedGradient]
-        if fork.wanted is not None and self.direct and not any(map(has_hooks, fork.targets)):
-            wanted, plain = fork.wanted, [True] * len(fork.wanted)
-        else:
-            plain = [
-                self.direct and fork.alone and target is not None and not has_hooks(target) for target in fork.targets
-            ]
-            wanted = [self._wanted(fork, index, plain[index]) for index in range(len(fork.edges))]
+        assert fork.formula is not None
+        plain = [self.direct and fork.alone and target is not None and not has_hooks(target) for target in fork.targets]
+        wanted = [self._wanted(fork, index, plain[index]) for index in range(len(fork.edges))]
         left = []
         for index, gradient in enumerate(fork.formula.compute(note.saved, grad, wanted)):
             if gradient is None:
                 continue
-            if not plain[index]:
-                left.append((index, gradient))
-                continue
-            parameter = fork.targets[index]
-            if parameter.grad is not None and gradient.numel() <= (SMALL_ON_HOST if gradient.is_cpu else SMALL):
-                sums[0].append(parameter.grad)
-                sums[1].append(gradient)
-            elif parameter.grad is not None:
-                parameter.grad.add_(gradient)
+            if plain[index]:
+                _accumulate(fork.targets[index], gradient, grad, sums)
             else:
-                parameter.grad = gradient.clone() if grad is not None and _shares(gradient, grad) else gradient
+                left.append((index, gradient))
         return left
 
     def _wanted(self, fork: Fork, index: int, plain: bool) -> WantedGradient:
@@ -339,6 +346,18 @@ def _call(node: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         return [None] * len(node.next_functions)
     gradients = node(*grads)
     return gradients if isinstance(gradients, tuple) else (gradients,)
+
+
+def _accumulate(parameter: Any, gradient: Tensor, grad: Tensor | None, sums: tuple[list[Tensor], list[Tensor]]) -> None:
+    """Add a gradient to that of a parameter: a large one at once; small ones are added together at the end (`sums`)."""
+    total = parameter.grad
+    if total is None:
+        parameter.grad = gradient.clone() if grad is not None and _shares(gradient, grad) else gradient
+    elif gradient.numel() <= (SMALL_ON_HOST if gradient.is_cpu else SMALL):
+        sums[0].append(total)
+        sums[1].append(gradient)
+    else:
+        total.add_(gradient)
 
 
 def _shares(first: Tensor, second: Tensor) -> bool:

@@ -42,8 +42,8 @@ class Formula(NamedTuple):
     """Returns what to keep of a node; called while I runs."""
     compute: Callable[[Saved, Any, Sequence[WantedGradient]], Sequence[Tensor | None]]
     """Returns the requested gradients; None for a parameter that gets none."""
-    fits: Callable[[Node], bool] = lambda node: True
-    """Whether the formula holds for this node."""
+    fits: Callable[[Node], bool] | None = None
+    """Whether the formula holds for a node; None if it holds for all."""
     deferred: bool = False
     """Whether the node itself keeps what W needs when I runs it; then `compute` needs no gradient."""
 
@@ -61,10 +61,11 @@ def _second_factor(
 
 def _reduced(grad: Tensor, wanted: WantedGradient) -> Tensor:
     """Sum over what was broadcast, then convert to the dtype of the parameter."""
-    shape = wanted.shape[::-1] if wanted.transposed else wanted.shape
-    if grad.dim() == 2 and len(shape) == 1 and grad.shape[1] == shape[0]:
+    shape = wanted.shape
+    if len(shape) == 1 and grad.dim() == 2 and grad.shape[1] == shape[0]:
         total = grad.sum(0)  # a bias: the same kernel as below, in one call
     else:
+        shape = shape[::-1] if wanted.transposed else shape
         total = grad if grad.shape == shape else grad.sum_to_size(shape)
     total = total if total.dtype == wanted.dtype else total.to(wanted.dtype)
     return total.t() if wanted.transposed else total

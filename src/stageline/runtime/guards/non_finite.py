@@ -9,6 +9,7 @@ from __future__ import annotations
 import cmath
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,11 +100,11 @@ def _all_finite(small: Sequence[Tensor]) -> bool:
     return finite(flatten_dense(small))
 
 
-def _finite_flag(grads: Sequence[Tensor]) -> Tensor:
-    """Whether all values are finite, as a tensor on their device; False may also come from an overflow.
+def _magnitudes(grads: Sequence[Tensor]) -> Tensor:
+    """Numbers on the device of the gradients that are finite only if all values are; sums of sparse ones may overflow.
 
-    >>> _finite_flag([torch.ones(2), torch.ones(3).bfloat16()]), _finite_flag([torch.tensor([1.0, float("nan")])])
-    (tensor(True), tensor(False))
+    >>> _magnitudes([torch.ones(2), torch.ones(3).bfloat16()]), _magnitudes([torch.tensor([1.0, float("nan")])])
+    (tensor([1., 1.]), tensor([nan]))
     """
     by_type: dict[torch.dtype, list[Tensor]] = {}
     others: list[Tensor] = []
@@ -111,11 +112,11 @@ def _finite_flag(grads: Sequence[Tensor]) -> Tensor:
         if grad.layout is torch.strided and grad.is_floating_point() and grad.itemsize >= 2 and grad.numel():
             by_type.setdefault(grad.dtype, []).append(grad)
         elif (total := sum_of(grad)) is not None:
-            others.append(total)
+            others.append(total.abs().reshape(1))
     # The largest absolute values: few kernels for many tensors, and no overflow.
     largest = [torch.stack(list(foreach_norm(group, float("inf")))) for group in by_type.values()]
-    flags = [values.isfinite().all() for values in (*largest, *others)]
-    return torch.stack(flags).all() if flags else torch.tensor(True, device=grads[0].device)
+    values = [*largest, *others]
+    return values[0] if len(values) == 1 else torch.cat(values or [torch.zeros(0, device=grads[0].device)])
 
 
 class FiniteWatch:
@@ -132,8 +133,8 @@ class FiniteWatch:
         self._bad: set[int] = set()
         self._events: list[Event] = []
         self._kept: list[tuple[Event, Tensor]] = []
-        self._flags: dict[int, Tensor] = {}
-        """By stage, whether a sum or norm of its gradients is finite, on the GPU."""
+        self._magnitudes: dict[int, Tensor] = {}
+        """By stage, the magnitudes of its gradients, on the GPU."""
         for stage in () if on_gpu else self._parameters:
             self._check_parameters(Event(0, -1, 1, stage, BEFORE, 0))
 
@@ -198,7 +199,7 @@ class FiniteWatch:
             if not grads or (stage in self._often and not self._on_gpu):
                 continue
             if self._on_gpu:
-                self._flags[stage] = _finite_flag(grads)
+                self._magnitudes[stage] = _magnitudes(grads)
             elif not all(map(finite, grads)):
                 self._bad.add(stage)
 
@@ -209,9 +210,10 @@ class FiniteWatch:
 
     def bad(self) -> set[int]:
         """The stages whose gradients are not finite; waits for a GPU."""
-        flags, self._flags = self._flags, {}
-        finite_by_stage = torch.stack(list(flags.values())).tolist() if flags else []
-        for stage, is_finite in zip(flags, finite_by_stage, strict=True):
+        by_stage, self._magnitudes = self._magnitudes, {}
+        values = iter(torch.cat(list(by_stage.values())).tolist() if by_stage else [])
+        for stage, magnitudes in by_stage.items():
+            is_finite = all(map(cmath.isfinite, list(islice(values, len(magnitudes)))))
             grads = () if is_finite else (parameter.grad for parameter in self._parameters[stage])
             if any(kind_of(local(grad)) is not None for grad in grads if grad is not None):
                 self._bad.add(stage)
