@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import stageline as sl
 from stageline.model import measurement
-from stageline.model.measurement import CallBenchmark, PeakMeter, Timer, capture, is_host_bound, run_round
+from stageline.model.measurement import CallBenchmark, PeakMeter, Timer, capture, is_host_bound, on_host, run_round
 from stageline.model.profile import Layer, Profile, read_profile, stage_transients
 from stageline.model.profiler import LOSS, with_loss
 
@@ -156,11 +156,11 @@ def test_the_slower_of_gpu_and_host_sets_the_times(device: float, host: float, m
     call = CallBenchmark(traces[0], traces[0].calls[0], FixedTimer(device))
     run_round([call], keep=True)
     run_round([call], keep=True, running=True)
-    on_host = is_host_bound([call])
-    assert on_host == (host > device)
-    assert call.median("F", on_host=on_host) == 2.0
+    host_bound = is_host_bound([call])
+    assert host_bound == (host > device)
+    assert call.median("F", on_host=host_bound) == 2.0
     # A stage calls autograd's engine once for all its units.
-    assert call.median("B", on_host=on_host) == (1.9 if on_host else 2.0)
+    assert call.median("B", on_host=host_bound) == (1.9 if host_bound else 2.0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -172,5 +172,5 @@ def test_a_gpu_is_timed_without_the_gaps_of_its_host() -> None:
         for _ in range(50):
             x.add(1)
 
-    assert min(timer(many)[0] for _ in range(5)) < min(measurement.on_host(many)[0] for _ in range(5))
+    assert min(timer(many)[0] for _ in range(5)) < min(on_host(many)[0] for _ in range(5))
     assert timer.engine_call < 2e-3
