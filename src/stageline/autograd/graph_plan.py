@@ -45,7 +45,7 @@ class FreedMemory:
     def read_by(self, node: Any) -> bool:
         """Whether a node may read this memory when it runs: what hooks hold could be anything."""
         names = saved_names(node)
-        if any(saved_hook(node, name) is not None for name in names) or "saved_tensors" in dir(node):
+        if any(saved_hook(name)(node) is not None for name in names) or "saved_tensors" in dir(node):
             return True
         return any(self.holds(value) for name in names for value in (getattr(node, f"_saved_{name}"),))
 
