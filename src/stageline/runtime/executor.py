@@ -383,7 +383,7 @@ class Executor:
             )
             result.split = (result.split[0] + total, result.split[1] + unsplit)
             return None
-        grads = None if arrived is None else receive_parts(arrived.leaves, arrived.tree, self._mesh)[0]
+        grads = None if arrived is None else self._parts(arrived)[0]
         changed = () if arrived is None else arrived.wants_gradient
         run: Any = stage.backward if task.kind == kinds.B else stage.backward_input
         if self.graphs is None:
@@ -405,7 +405,7 @@ class Executor:
             leaves, tree, wants = self._batch_part(request, task.microbatch)
             shared = sharing(leaves, {}) if len(leaves) > 1 else ()
         else:
-            leaves, tree = receive_parts(arrived.leaves, arrived.tree, self._mesh)
+            leaves, tree = self._parts(arrived)
             wants = list(arrived.wants_gradient)
             tree, shared = read_pairs(tree)
         keywords = request.keywords.get(task.stage)
@@ -458,13 +458,19 @@ class Executor:
 
         return pytree.tree_map(moved, tree, is_leaf=is_mask)
 
+    def _parts(self, arrived: Message) -> tuple[list[Leaf], str]:
+        """The leaves and the tree of a message; in a mesh, its tensors may be parts of larger ones."""
+        if self._mesh is None:
+            return list(arrived.leaves), arrived.tree
+        return receive_parts(arrived.leaves, arrived.tree, self._mesh)
+
     # Sending.
 
     def _message(
         self, task: _Task, request: StepRequest, leaves: Sequence[Leaf], tree: str, changed: Sequence[bool] = ()
     ) -> Message:
         """A stage's output, with which tensors want a gradient; or gradients, with which of them a hook changed."""
-        if any(map(is_sharded, leaves)):
+        if any(type(leaf) is not Tensor and is_sharded(leaf) for leaf in leaves):
             leaves, tree = send_parts(leaves, tree, self._dimensions, lambda: f"stage {task.stage}")
         key = (
             tree,

@@ -407,7 +407,7 @@ class Stage:
         metrics: dict[str, Any] = {}
         if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[1], dict):
             loss, metrics = loss[0], _checked_metrics(loss[1])
-        if is_sharded(loss):
+        if type(loss) is not Tensor and is_sharded(loss):
             loss = whole(loss)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"

@@ -358,7 +358,7 @@ def joined(results: Sequence[RankResult], spec: Any = None) -> Any:
 
 def lengths_of(schedule: Schedule, times: Floats) -> Floats:
     """The length of every action, by the times of all of them."""
-    start, end, _ = times.reshape(3, -1)[:, : schedule.num_actions]
+    start, end, _ = times.reshape(3, -1)[:, : len(schedule.kinds)]
     return np.asarray(end - start)
 
 
