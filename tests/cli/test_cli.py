@@ -50,6 +50,19 @@ def test_show_writes_every_picture_and_the_schedule(tmp_path: Path, capsys: Capt
     assert sl.read_schedule(tmp_path / "a.csv") == sl.schedule("interleaved", 2, 4, chunks=3)
 
 
+def test_schedules_are_shown_with_their_shards(tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / "sharded.json"
+    words = ["show", "zb-h1", "-p", "2", "-m", "3", "--shard", "always", "--gather", "0.5", "--reduce", "1"]
+    assert run([*words, "--write", str(file)]) == 0
+    assert "gather of parameters" in capsys.readouterr().out
+    assert run(["verify", str(file)]) == 0
+    assert "sharding" in capsys.readouterr().out
+    assert run([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["programs"][0][:3] == ["0UNSHARD", "0F0", "0RESHARD"]
+    assert run(["show", "zb-h1", "-p", "2", "-m", "3", "--shard", "often"]) != 0
+    assert "--shard is default, always or never, got 'often'" in capsys.readouterr().err
+
+
 def test_files_are_shown_verified_and_simulated(tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "mine.json"
     sl.schedule("dualpipe", 4, 8).write(path)

@@ -20,6 +20,7 @@ from stageline.common.errors import CostError, ScheduleError, shorten
 from stageline.schedules.io import read_schedule
 from stageline.schedules.registry import find_family, schedule
 from stageline.schedules.schedule import Schedule
+from stageline.schedules.sharding import check_option, lower_sharding
 from stageline.timeline import draw
 from stageline.timeline.costs import Costs
 from stageline.timeline.timeline import Timeline
@@ -51,6 +52,10 @@ class ScheduleOptions:
     option: Annotated[
         list[str] | None, _size(metavar="KEY=VALUE", help="Another option of the family; repeatable.")
     ] = None
+    shard: Annotated[
+        str | None,
+        _size(metavar="WHEN", help="Shard all stages, and free gathered parameters by default, always or never."),
+    ] = None
     load: Load = None
 
     def family_options(self) -> dict[str, Any]:
@@ -59,7 +64,13 @@ class ScheduleOptions:
         return {key: value for key, value in named.items() if value is not None} | _key_values(self.option or [])
 
     def make(self, name: str) -> Schedule:
-        """Create a schedule of a family, or read it from a file."""
+        """Create a schedule of a family, or read it from a file; add its shard actions."""
+        plain = self._make(name)
+        if self.shard is None:
+            return plain
+        return lower_sharding(plain, reshard_after_forward=check_option("--shard", self.shard))
+
+    def _make(self, name: str) -> Schedule:
         load_families(self.load)
         if Path(name).suffix.lower() in (".json", ".csv"):
             if self.ranks is not None or self.microbatches is not None or self.family_options():
@@ -86,6 +97,14 @@ class CostOptions:
     residue: Annotated[str | None, _cost(help="Memory from I to W. Default: 1.", metavar="SIZE[,…]")] = None
     transient: Annotated[
         str | None, _cost(help="Memory of an action while it runs. Default: 0.", metavar="SIZE[,…]")
+    ] = None
+    gather: Annotated[str | None, _cost(help="Time to gather the parameters of a sharded stage. Default: 0.")] = None
+    reduce: Annotated[str | None, _cost(help="Time to reduce the gradients of a sharded stage. Default: 0.")] = None
+    gathered: Annotated[
+        str | None, _cost(help="Memory of the gathered parameters of a stage. Default: 0.", metavar="SIZE[,…]")
+    ] = None
+    unreduced: Annotated[
+        str | None, _cost(help="Memory of a stage's gradients until they are reduced. Default: 0.", metavar="SIZE[,…]")
     ] = None
     scale: Annotated[str | None, _cost(help="One factor per microbatch.", metavar="X,…")] = None
     costs: Annotated[Path | None, _cost(metavar="FILE.json", help="Read costs from a file; options override it.")] = (

@@ -35,6 +35,7 @@ def command(
     Examples:
       stageline show zb-v -p 4 -m 8
       stageline show 1f1b -p 4 -m 8 --forward 10 --backward 18 --html a.html
+      stageline show interleaved -p 4 -m 8 --shard default --gather 0.5 --reduce 1
     """
     timeline = simulate(sizes.make(schedule), costs.make())
     if write is not None:
@@ -42,7 +43,8 @@ def command(
     drawing.save(timeline)
     save(trace, lambda: draw.trace(timeline), "the trace")
     if drawing.json:
-        programs = [[str(entry) for entry in program] for program in timeline.schedule.programs]
+        ranks = range(timeline.schedule.ranks)
+        programs = [[str(entry) for entry in timeline.schedule.lowered_program(rank)] for rank in ranks]
         print_json({**timeline.figures(), "programs": programs})
         return
     out = console(drawing.width)

@@ -61,5 +61,5 @@ def _critical_path(timeline: Timeline) -> str:
     hops = sum(first.rank != second.rank for first, second in pairwise(path))
     return (
         f"critical path: {len(path)} actions over {hops} hops between ranks: {', '.join(parts)}, "
-        f"and {number(waiting)} in transfers"
+        f"and {number(waiting)} in transfers{' and gathers' if timeline.shards is not None else ''}"
     )
