@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import stageline as sl
 from stageline.runtime._torch_private import ShardGroups
+from stageline.schedules.sharding import lower_sharding
 from stageline.testing import run_ranks
 from support.meshes import (
     CASES,
@@ -185,6 +186,14 @@ def on_shards(rank: int) -> dict[str, str]:
     pipe = pipeline(sequential(), mesh)
     pipe.step(*data(pipe.replica))
     pipe.evaluate(*data(pipe.replica))
+    # A schedule may bring its own shard actions.
+    own = lower_sharding(sl.schedule("zb-h1", 2, 2), reshard_after_forward="always", prefetch=0)
+    brought = pipeline(sequential(), mesh, schedule=own, microbatches=None)
+    brought.step(*data(pipe.replica))
+    assert brought.schedule.sharding == own.sharding
+    other = lower_sharding(sl.schedule("1f1b", 2, 2), [0])
+    refused = error_of(lambda: pipeline(sequential(), mesh, schedule=other, microbatches=None))
+    often = error_of(lambda: pipeline(sequential(), mesh, reshard_after_forward="often"))
     # Between steps, only parts are in memory, also after an evaluation.
     assert all(hasattr(parameter, "full_tensor") for parameter in pipe.parameters())
     # Gradients accumulate over steps.
@@ -201,6 +210,8 @@ def on_shards(rank: int) -> dict[str, str]:
     return {
         "tied": error_of(lambda: pipeline(tied_sequential(), mesh, first_layers)),
         "name": pipe.runner.host.layout.name(3),
+        "stages": refused,
+        "often": often,
     }
 
 
@@ -209,3 +220,5 @@ def test_sharded_rows_train_as_the_plain_loop() -> None:
         assert errors["tied"].startswith("ranks 0 and 1 use the parameter 0.weight; it is cut by (Shard(dim=0),) over")
         assert "on rank 0 and is whole on rank 1: let parallelize cut both in the same way, or" in errors["tied"]
         assert errors["name"] == "process 3 (pp 1, dp_shard 1)"
+        assert "1f1b has shard actions for the stages [0], and [0, 1] are sharded" in errors["stages"]
+        assert errors["often"] == "reshard_after_forward is default, always or never, got 'often'"

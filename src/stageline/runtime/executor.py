@@ -317,6 +317,8 @@ class Executor:
                 if action.kind == "RESHARD":
                     shards.free()
                 else:
+                    for other in self._shards.values():
+                        other.finish()  # stages with a tied weight add to one gradient
                     stream = shards.reduce()
             clock.end(number, stream)
             if action.kind == "REDUCE_GRAD" and ready is not None:

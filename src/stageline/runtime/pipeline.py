@@ -268,7 +268,7 @@ class Pipeline:
         joined_replicas = join_replicas(host, schedule, stages, options)
         looks = options.stragglers and schedule.training and 0 in host.here
         watch = StepWatch(Stragglers(schedule) if looks else None, plan_watch)
-        return StepRunner(options, lowered(schedule), host, stages, executors, joined_replicas, watch)
+        return StepRunner(options, schedule, host, stages, executors, joined_replicas, watch)
 
     # What it is made of.
 

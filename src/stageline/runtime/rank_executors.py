@@ -66,11 +66,9 @@ class ExecutorCache:
         cuda_graphs: bool = False,
         lowered: Callable[[Schedule], Schedule] = lambda schedule: schedule,
     ) -> None:
-        """`watched` are the tensors that loss_fn may not read, except those of the last stage.
-
-        `lowered` adds the shard actions to a schedule.
-        """
-        self._lowered = lowered
+        """`watched` are the tensors that loss_fn may not read, except those of the last stage."""
+        self.lowered = lowered
+        """Adds the shard actions to a schedule."""
         self._cuda_graphs = cuda_graphs
         self._host, self._stages, self._options, self._planned = host, stages, options, planned
         self._watched, self._penalties = watched, penalties
@@ -104,7 +102,7 @@ class ExecutorCache:
                 executor.deadline = seconds
 
     def _make(self, schedule: Schedule, stages: Mapping[int, Mapping[int, Stage]]) -> ExecutorSet:
-        host, schedule = self._host, self._lowered(schedule)
+        host, schedule = self._host, self.lowered(schedule)
         executors = [
             Executor(
                 schedule,

@@ -31,7 +31,7 @@ class ShardedStage:
         self._sharded = [parameter for parameter in part.parameters() if is_sharded(parameter)]
         # The weights of the losses already divide by the samples of all processes.
         self._groups.sum_gradients()
-        self._pending = self._used = False
+        self._pending = self._used = self._reducing = False
         self._known: frozenset[int] = frozenset()
         self._memory: FreedMemory | None = None
 
@@ -73,6 +73,7 @@ class ShardedStage:
         """REDUCE_GRAD: start to reduce the gradients; return the stream in which that ends, or None."""
         if self._memory is not None:
             self._memory.forget()
+        self._reducing = True
         return self._groups.reduce()
 
     def settle(self) -> None:
@@ -81,8 +82,10 @@ class ShardedStage:
             settle_gradient(parameter)
 
     def finish(self) -> None:
-        """The reduced gradients are about to be used."""
-        self._groups.finish()
+        """The reduced gradients are about to be used: let the current stream wait for them."""
+        if self._reducing:
+            self._groups.finish()
+            self._reducing = False
 
     def end(self) -> None:
         """The program has ended, and FSDP2's hooks work again."""

@@ -89,7 +89,8 @@ class StepRunner:
         self._follow(schedule)
 
     def _follow(self, schedule: Schedule) -> None:
-        self.schedule, self.certificate = schedule, verify(schedule)
+        self.schedule = self.executors.lowered(schedule)
+        self.certificate = verify(self.schedule)
         self._two_directions = schedule.placement.directions > 1
 
     def reorder(self, schedule: Schedule) -> None:
