@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import stageline as sl
 from stageline.testing import ForkServer, run_ranks
+from stageline.train.gpt import GPT
 from support.meshes import (
+    VOCABULARY,
+    WIDTH,
     MeshBlock,
     both,
     compare,
@@ -49,11 +53,17 @@ def shards_optimizer(mesh: DeviceMesh, fn: Any) -> None:
     assert same_bits(*results)
 
 
+def planned() -> GPT:
+    torch.manual_seed(0)
+    return GPT(VOCABULARY, 6, WIDTH, 4, heads=2, tied=True).double()
+
+
 def on_eight(rank: int) -> dict[str, Any]:
     quiet()
     mesh = mesh_of((2, 2, 2), "pp", "dp_shard", "tp")
     compare(sequential(), mesh, both, "zb-v", 4, max_norm=0.5)
     compare(own_forward(), mesh, both, "1f1b", 4)
+    compare(planned(), mesh, None, "zb-h1", 4, max_norm=0.5)  # by its own plan, and then FSDP2
     compare(sl.build(own_forward, seed=3), mesh, both, "zb-h1", 1, source=own_forward, seed=3)
     name = pipeline(sequential(), mesh, both).runner.host.layout.name(5)
     replicated = mesh_of((2, 2, 2), "dp_replicate", "pp", "dp_shard")

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -347,3 +348,27 @@ def test_huggingface_models_are_cut_by_their_own_plan() -> None:
         expected = "tp is 2, which does not divide num_key_value_heads 1 of LlamaConfig, and model.layers."
         assert expected in errors["heads"]
         assert "of adapters, plain LoRA of linear layers can be cut" in errors["dora"]
+
+
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "experts_implementation": "eager"}
+FAMILIES: dict[str, dict[str, Any]] = {
+    **{kind: {} for kind in ("qwen2", "mistral", "gemma2", "phi", "phi3", "olmo2", "cohere", "starcoder2", "glm4")},
+    "gpt_neox": {"rotary_pct": 0.5},
+    "qwen3_moe": {**MOE, "within": 1e-5},
+}
+"""Models, and options of their configs."""
+
+
+def on_families(rank: int) -> None:
+    quiet()
+    mesh = mesh_of((2, 2), "pp", "tp")
+    for kind, options in FAMILIES.items():
+        within = {"within": options["within"]} if "within" in options else {}
+        model = from_config(kind, **{name: value for name, value in options.items() if name != "within"})
+        compare(model, mesh, None, "zb-h1", 3, **within)
+
+
+@pytest.mark.mesh_matrix
+@pytest.mark.timeout(600)
+def test_families_of_huggingface_models_are_cut_by_their_own_plan() -> None:
+    run_ranks(on_families, 4, timeout=500)

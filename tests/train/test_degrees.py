@@ -211,7 +211,6 @@ def test_shards_are_replicas_with_samples_of_their_own(monkeypatch: pytest.Monke
         "compile.enable=true",
         "compile.cuda_graphs=true",
         "training.continuous_steps=true",
-        "model.tie_embeddings=true",
         "optimizer.name=Muon",
         "optimizer.name=Adafactor",
         "checkpoint.initial_load_path=weights",

@@ -141,8 +141,10 @@ def check_model(pipe: Pipeline, checkpoint: Checkpoint) -> None:
 
 def load_checkpoint(pipe: Pipeline, optimizer: Optimizer, checkpoint: Checkpoint) -> None:
     """Load this process's weights and optimizer state."""
-    names = {name for name, _ in pipe.model.named_parameters()} | {name for name, _ in pipe.named_buffers()}
-    tensors = {name: value for name, value in pipe.state_dict().items() if isinstance(value, Tensor) and name in names}
+    state = pipe.state_dict()
+    buffers = {name: buffer for name, buffer in pipe.named_buffers() if name in state}
+    # By their first names in the model, which a stage with a tied parameter may not have.
+    tensors: dict[str, Tensor] = {**dict(pipe.named_parameters()), **buffers}
     values = checkpoint.read_model(list(tensors), like=tensors)
     with torch.no_grad():
         for name, tensor in tensors.items():

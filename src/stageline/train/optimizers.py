@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stageline.common.errors import StagelineError
-from stageline.tensors.sharded import is_sharded, part_like
+from stageline.tensors.sharded import is_sharded, part_like, processes_of
 from stageline.train.config.config import Config, LRScheduler
 from stageline.train.config.config import Optimizer as OptimizerConfig
 
@@ -72,13 +72,16 @@ class Optimizer:
 
     def _make(self, kind: str, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         config = self.config
+        # torch cannot step tensors that are cut over different processes together.
+        forms = {name: (tensor.dim() <= 1, tuple(processes_of(tensor))) for name, tensor in parameters.items()}
+        members = {form: [name for name in parameters if forms[name] == form] for form in sorted(set(forms.values()))}
         groups = [
-            {"params": list(members.values()), "names": list(members), "weight_decay": decay}
-            for members, decay in (
-                ({name: tensor for name, tensor in parameters.items() if tensor.dim() > 1}, config.weight_decay),
-                ({name: tensor for name, tensor in parameters.items() if tensor.dim() <= 1}, 0.0),
-            )
-            if members
+            {
+                "params": [parameters[name] for name in names],
+                "names": names,
+                "weight_decay": 0.0 if is_vector else config.weight_decay,
+            }
+            for (is_vector, _), names in members.items()
         ]
         options: dict[str, Any] = {"lr": config.lr}
         if kind in ("AdamW", "Adam"):

@@ -196,7 +196,6 @@ def _shards(config: Config) -> Iterator[str]:
         "compile.enable is true": config.compile.enable,
         "compile.cuda_graphs is true": config.compile.cuda_graphs,
         "training.continuous_steps is true": config.training.continuous_steps,
-        "model.tie_embeddings is true": config.model.name == "gpt" and config.model.tie_embeddings,
         "optimizer.name is Muon": config.optimizer.name == "Muon",
         "optimizer.name is Adafactor": config.optimizer.name == "Adafactor",
         "optimizer.implementation is fused and optimizer.name is SGD": config.optimizer.name == "SGD"
