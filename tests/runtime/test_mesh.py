@@ -33,6 +33,7 @@ from support.meshes import (
     loss_fn,
     mesh_of,
     own_forward,
+    penalize,
     pipeline,
     plain_loop,
     quiet,
@@ -158,6 +159,7 @@ def on_tensors(rank: int) -> dict[str, Any]:
     for schedule in ("1f1b", "zb-v"):  # a weight that is tied, and cut in the same way at both ends
         compare(tied_own_forward(), mesh, sequence_parallel, schedule, 4, max_norm=0.5)
     compare(tied_sequential(), mesh, tensor_parallel, "zb-h1", 4)  # tied, and whole
+    penalize(own_forward(), mesh, sequence_parallel)
     split = pipeline(sequential(), mesh, tensor_parallel, schedule="zb-h1")
     assert split.step(*data(0)).unsplit == 0  # the backward of a layer that is cut runs in two halves
     checks(mesh, tensor_parallel, schedule="zb-h1")
@@ -189,7 +191,7 @@ def on_tensors(rank: int) -> dict[str, Any]:
         "renamed": error_of(lambda: pipeline(sequential(), mesh, renamed)),
         "halved": error_of(lambda: pipeline(sequential(), mesh, halved)),
         "nothing": error_of(lambda: pipeline(sequential(), mesh)),
-        "penalty": error_of(lambda: pipeline(sequential(), mesh, tensor_parallel, penalty=lambda name, value: None)),
+        "graphs": error_of(lambda: pipeline(sequential(), mesh, tensor_parallel, cuda_graphs=True)),
         "compile": error_of(lambda: pipeline(sequential(), mesh, tensor_parallel, compile="eager")),
         "two directions": error_of(lambda: pipeline(sequential(), mesh, tensor_parallel, schedule="chimera")),
         "not callable": error_of(lambda: pipeline(sequential(), mesh, "tp")),
@@ -221,8 +223,8 @@ def test_tensor_parallel_rows_train_as_the_plain_loop_and_mistakes_are_named() -
         r"\d.other.weight is new; keep them",
         "halved": r"parallelize changed the shape of \d.up.weight from \(16, 8\) to \(8, 8\)",
         "nothing": r"the mesh has tp 2, and nothing says which layers are cut: Sequential has no tp_plan; pass",
-        "penalty": r"penalty= does not go together with stages whose parameters are sharded",
-        "compile": r"compile= does not go together with stages whose parameters are sharded",
+        "graphs": r"cuda_graphs=True does not go together with stages whose parameters are sharded",
+        "compile": r"compile= does not go together with layers that tensor parallel cuts \(the mesh has tp 2\)",
         "two directions": r"parallelize is applied to a stage with .*, whose parameters other stages or ranks also use",
         "not callable": r"parallelize is a function of a stage and a mesh that changes the stage in place, got 'tp'",
         "unnamed": r"mesh= is a DeviceMesh whose dimensions are named pp, dp, dp_replicate, dp_shard, tp, in any "

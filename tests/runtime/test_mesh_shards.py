@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,6 +28,7 @@ from support.meshes import (
     loss_fn,
     mesh_of,
     own_forward,
+    penalize,
     pipeline,
     quiet,
     same_bits,
@@ -160,6 +163,39 @@ def first_layers(part: Any, mesh: Any) -> None:
         fully_shard(part[0], mesh=mesh["dp_shard"])
 
 
+class Modes(nn.Module):
+    """A layer whose forward depends on its mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Any:
+        return x + self.linear(x) * (2.0 if self.training else 1.0)
+
+
+def compiles(mesh: DeviceMesh) -> None:
+    """Compiled units have the same bits with FSDP2 as in replicas, and the backward of some is split."""
+    replicas = mesh_of((2, 2), "pp", "dp_replicate")
+    always = {"reshard_after_forward": "always"}
+    results = [
+        compare(own_forward(), rows, None, "zb-v", 4, max_norm=0.5, compile="graphs", **more)
+        for rows, more in ((mesh, always), (replicas, {}))
+    ]
+    assert same_bits(*results)
+    source = sequential()
+    source[2] = Modes().double()
+    before = counters["frames"]["ok"]
+    pipe = pipeline(copy.deepcopy(source), mesh, None, schedule="zb-h1", compile="graphs")
+    assert pipe.step(*data(pipe.replica)).unsplit < 1
+    assert counters["frames"]["ok"] > before
+    for training in (True, False):  # compiled code that FSDP2 manages would not look at the mode
+        pipe.train(training)
+        source.train(training)
+        expected = sum(loss_fn(source(inputs), targets).item() for inputs, targets in map(data, range(2))) / 2
+        assert pipe.evaluate(*data(pipe.replica)).loss == pytest.approx(expected, rel=1e-12)
+
+
 def on_shards(rank: int) -> dict[str, str]:
     quiet()
     mesh = mesh_of((2, 2), "pp", "dp_shard")
@@ -180,6 +216,8 @@ def on_shards(rank: int) -> dict[str, str]:
     checks(mesh, sharded)
     compare(frozen(), mesh, sharded, "zb-v", 4, max_norm=0.5)
     counts_tokens(mesh)
+    compiles(mesh)
+    penalize(sequential(), mesh, None)
     for schedule, how in (("1f1b", "default"), ("zb-h1", "default"), ("zb-v", "always")):
         mixes_precision(mesh, schedule, how)
     follows_the_schedule(mesh)

@@ -240,6 +240,27 @@ def compare(
     return mine
 
 
+def penalize(model: nn.Module, mesh: DeviceMesh, fn: Any) -> None:
+    """A penalty on parameters that are cut counts once: the loss and the gradients of the plain loop."""
+
+    def penalty(name: str, value: Any) -> Any:
+        return value.abs().sum() * 1e-2 if "weight" in name else None
+
+    pipe = pipeline(copy.deepcopy(model), mesh, fn, schedule="zb-v", penalty=penalty)
+    shares = [data(share, 6 + share) for share in range(pipe.replicas)]
+    loss: Any = sum(
+        value for name, parameter in model.named_parameters() if (value := penalty(name, parameter)) is not None
+    )
+    for inputs, targets in shares:
+        for x, y in zip(inputs.tensor_split(2), targets.tensor_split(2), strict=True):
+            loss = loss + loss_fn(model(x), y) * (len(x) / sum(len(inputs) for inputs, _ in shares))
+    loss.backward()
+    assert abs(pipe.step(*shares[pipe.replica]).loss - loss.item()) <= 1e-9 * loss.item()
+    expected: dict[str, Any] = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for name, grad in pipe.named_gradients():
+        assert_close(whole_of(grad), expected[name], f"gradient of {name} with a penalty")
+
+
 CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("1f1b", 4, {}),
     ("interleaved", 4, {"chunks": 2}),

@@ -208,7 +208,6 @@ def test_shards_are_replicas_with_samples_of_their_own(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     "setting",
     [
-        "compile.enable=true",
         "compile.cuda_graphs=true",
         "training.continuous_steps=true",
         "optimizer.name=Muon",

@@ -7,7 +7,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from operator import attrgetter
-from typing import Any
+from types import FunctionType
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ __all__ = [
     "ShardGroups",
     "buffer_named",
     "called_as",
+    "compile_forward",
     "composable_wrappers",
     "emits_nvtx",
     "flatten_dense",
@@ -335,6 +337,37 @@ def _take_over_hooks(state: Any, groups: ShardGroups) -> None:
         for hooks, hook in ((module._forward_pre_hooks, before), (module._forward_hooks, after)):
             for key in keys & set(hooks):
                 hooks[key] = partial(hook, hooks[key])
+
+
+def compile_forward(module: nn.Module, **options: Any) -> None:
+    """Compile the forward of a module in place, as `module.compile` does with its hooks, which stay outside here.
+
+    Also under FSDP2, whose hooks no graph can contain: it also marks its modules, so that compiled code would not check
+    their attributes, such as `training`.
+    """
+    for inner in module.modules():
+        inner.__dict__.pop("_is_fsdp_managed_module", None)
+    kind, unit = type(module), cast(Any, module)
+    if kind not in _forwards:  # torch limits how often one piece of code is compiled
+        _forwards[kind] = FunctionType(_forward.__code__.replace(), globals(), f"forward of {kind.__name__}")
+    compiled = partial(torch.compile(_forwards[kind], **options), module)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        module.__dict__["forward"] = compiled
+        try:
+            return unit._call_impl(*args, **kwargs)
+        finally:
+            del module.__dict__["forward"]
+
+    unit._compiled_call_impl = call
+
+
+def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
+
+
+_forwards: dict[type, Any] = {}
+"""A copy of `_forward` for every class of compiled modules."""
 
 
 def share_shard(parts: Iterable[nn.Module], first: tuple[nn.Module, str], second: tuple[nn.Module, str]) -> None:

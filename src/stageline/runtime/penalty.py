@@ -14,6 +14,7 @@ from stageline.distributed.rank_host import Floats
 from stageline.runtime._torch_private import storage_id
 from stageline.runtime.guards.foreign_reads import NamedTensors, ReadWatch, leaves_below, listed
 from stageline.runtime.step_report import scalars_to_row
+from stageline.tensors.sharded import is_sharded, whole
 from stageline.tensors.thread_context import plain_precision
 
 Penalty: TypeAlias = Callable[[str, nn.Parameter], Any]
@@ -36,6 +37,8 @@ def terms_of(
     with torch.enable_grad():
         for name, parameter in named:
             value = _value_of(penalty, name, parameter, model)
+            if is_sharded(value):  # the processes that share the parameter have a term of it each
+                value = whole(value)
             if value is None or (isinstance(value, int | float) and value == 0):
                 continue
             if not isinstance(value, Tensor) or value.numel() != 1:

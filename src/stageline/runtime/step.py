@@ -43,6 +43,7 @@ from stageline.schedules.verify import verify
 from stageline.tensors.buffers import BufferCopies, all_buffers, put_back
 from stageline.tensors.pytree import plain
 from stageline.tensors.random_numbers import Generators
+from stageline.tensors.sharded import settle_gradient
 
 
 @dataclass(frozen=True)
@@ -318,6 +319,8 @@ class StepRunner:
                 replicas.finish(reducer, changed, buffers)
             if penalties and (batch.sync or host.replica == 0):  # it counts once in the sum over replicas
                 add_gradients(self._kept(penalties) if batch.sync else penalties, batch.scale)
+                for _, parameter in self.stages.named_parameters():
+                    settle_gradient(parameter)
             if replicas is not None and replicas.shards is not None and batch.sync and batch.scale > 1.0:
                 spread_not_finite(host, (parameter.grad for _, parameter in self.stages.named_parameters()))
             if request.inputs_require_grad or len(self.batches.first_ranks) > 1:

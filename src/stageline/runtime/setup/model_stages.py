@@ -17,6 +17,7 @@ from stageline.model.split import Staged
 from stageline.model.stage_module.shared_state import SharedState
 from stageline.model.stage_module.stage_module import StagePart
 from stageline.model.units import NoStack, layers_of
+from stageline.runtime._torch_private import compile_forward
 from stageline.runtime.guards.foreign_reads import holders_of, readers
 from stageline.runtime.setup.parallelize import Parallelize, apply, materialise_sharded
 from stageline.runtime.setup.stages import beside, cut
@@ -117,7 +118,8 @@ class ModelStages:
         """
         self._compile, self._split = compile_, split
         if not self.awaits_batch:
-            compile_units((part for stage, part in enumerate(self.parts) if self.holds(stage)), compile_, split=split)
+            own = (part for stage, part in enumerate(self.parts) if self.holds(stage))
+            compile_units(own, compile_, split=split, sharded=self.sharded)
         self.compiled = compile_ is not False or any_compiled(self.parts)
         layers = [watched_layers(part) for part in self.parts]
         self.shared_state = SharedState.of(layers)
@@ -220,10 +222,13 @@ def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*parameters, *model.named_buffers(remove_duplicate=False)]
 
 
-def compile_units(parts: Iterable[nn.Sequential], option: Compile, *, split: bool = False) -> None:
+def compile_units(
+    parts: Iterable[nn.Sequential], option: Compile, *, split: bool = False, sharded: bool = False
+) -> None:
     """Compile each layer of the stages, or each unit of a model with its own forward, separately.
 
-    The code between the units, and names, hooks and state dicts, do not change.
+    The code between the units, and names, hooks and state dicts, do not change. Hooks of `sharded` units are not
+    compiled.
 
     >>> import torch
     >>> part = nn.Sequential(nn.Linear(2, 2))
@@ -237,4 +242,7 @@ def compile_units(parts: Iterable[nn.Sequential], option: Compile, *, split: boo
         units = [module for module in layers if any(True for _ in module.parameters())]
         allow_forms(units)
         for unit in units:
-            unit.compile(**options)
+            if sharded:
+                compile_forward(unit, **options)
+            else:
+                unit.compile(**options)

@@ -53,17 +53,17 @@ def find_parallelize(options: PipelineOptions, layout: Layout, model: nn.Module)
         function = shard_blocks
     if function is not None and layout.in_mesh:
         _refuse_float8(model)
-        refused = {
-            "penalty=": options.penalty is not None,
-            "cuda_graphs=True": options.cuda_graphs,
-            "compile=": options.compile is not False,
-        }
-        for name, passed in refused.items():
-            if passed:
-                raise StagelineError(
-                    f"{name} does not go together with stages whose parameters are sharded (dp_shard or tp in the "
-                    "mesh); leave it out, or use a mesh of pp and dp_replicate"
-                )
+        if options.cuda_graphs:
+            raise StagelineError(
+                "cuda_graphs=True does not go together with stages whose parameters are sharded (dp_shard or tp in the "
+                "mesh): a captured action reads its parameters where they were gathered, and runs no collective; leave "
+                "it out, or use a mesh of pp and dp_replicate"
+            )
+        if options.compile is not False and layout.tensors > 1:
+            raise StagelineError(
+                f"compile= does not go together with layers that tensor parallel cuts (the mesh has tp "
+                f"{layout.tensors}): what it computes with DTensors is not checked; leave it out, or use dp_shard"
+            )
     return function
 
 

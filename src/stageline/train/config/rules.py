@@ -193,7 +193,6 @@ def _degrees(config: Config) -> Iterator[str]:
 
 def _shards(config: Config) -> Iterator[str]:
     obstacles = {
-        "compile.enable is true": config.compile.enable,
         "compile.cuda_graphs is true": config.compile.cuda_graphs,
         "training.continuous_steps is true": config.training.continuous_steps,
         "optimizer.name is Muon": config.optimizer.name == "Muon",
@@ -204,7 +203,8 @@ def _shards(config: Config) -> Iterator[str]:
     }
     for name in (SHARDS, TENSORS):
         degree = getattr(config.parallelism, name)
-        for obstacle, is_present in obstacles.items():
+        compiled = {"compile.enable is true": name == TENSORS and config.compile.enable}
+        for obstacle, is_present in (compiled | obstacles).items():
             if degree not in (0, 1) and is_present:
                 yield (
                     f"parallelism.{name} is {degree}, but {obstacle}, which sharded stages do not support yet; change "
