@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from stageline.timeline.simulate import simulate
     from stageline.timeline.timeline import Timeline
     from stageline.train.config.config import Config
+    from stageline.train.pipeline_state import load_checkpoint, save_checkpoint
     from stageline.train.trainer import Trainer
 
 __all__ = [
@@ -99,6 +100,7 @@ __all__ = [
     "families",
     "family",
     "launch",
+    "load_checkpoint",
     "load_weights",
     "own_loss",
     "partition",
@@ -109,6 +111,7 @@ __all__ = [
     "read_profile",
     "read_schedule",
     "read_timeline",
+    "save_checkpoint",
     "schedule",
     "simulate",
     "skippable",
@@ -148,6 +151,7 @@ _MODULES = {
     "runtime.pipeline": "Pipeline",
     "runtime.step_report": "Evaluation StepStats",
     "train.config.config": "Config",
+    "train.pipeline_state": "load_checkpoint save_checkpoint",
     "train.trainer": "Trainer",
 }
 """The public names of each module, which is imported when one of them is first used."""

@@ -1,7 +1,7 @@
 """The training job: from a configuration to a checkpoint you can resume from.
 
 Read in order: `trainer`, `setup`, `layout` (ranks, replicas, batches), `task` (model and loss), `gpt` (the built-in
-model), `step`, `optimizers`, `checkpoint_state`, `run_folder`, `output`, `events`, `screen` and `preflight` (checks
-without training); then the subpackages `config/`, `data/`, `checkpoint/` and `report/`. Nothing here knows how a
-pipeline step runs: that is `stageline.runtime`.
+model), `step`, `optimizers`, `pipeline_state` (weights and optimizer in a checkpoint), `checkpoint_state`,
+`run_folder`, `output`, `events`, `screen` and `preflight` (checks without training); then the subpackages `config/`,
+`data/`, `checkpoint/` and `report/`. Nothing here knows how a pipeline step runs: that is `stageline.runtime`.
 """

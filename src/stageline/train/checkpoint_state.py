@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,18 +17,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stageline.common.errors import CheckpointError, StagelineError, nearest
+from stageline.common.errors import CheckpointError, StagelineError
 from stageline.distributed.rank_host import Collectives, decide_together
 from stageline.model.build.weights import load_weights
 from stageline.runtime.pipeline import Pipeline
-from stageline.tensors.sharded import local, whole
-from stageline.train.checkpoint import Checkpoint, newest, open_checkpoint, published
+from stageline.train.checkpoint import Checkpoint, open_checkpoint, published
 from stageline.train.checkpoint.manifest import MANIFEST
-from stageline.train.checkpoint.reader import at_step, inspect
+from stageline.train.checkpoint.reader import at_step
 from stageline.train.checkpoint.writer import Writer
 from stageline.train.config.io import to_dict
 from stageline.train.events import Logs
 from stageline.train.optimizers import Optimizer, State
+from stageline.train.pipeline_state import (
+    check_model,
+    in_first_replica,
+    load_weights_of,
+    newest_path,
+    own_optimizer_state,
+    own_weights,
+    read_states,
+    undamaged,
+    writer_number,
+)
 from stageline.train.setup import Setup
 from stageline.train.step import LossScale
 
@@ -38,27 +47,11 @@ def find_checkpoint(folder: Path, step: int, host: Collectives) -> Checkpoint | 
     """Return the newest undamaged checkpoint of a folder, or that of a step from 0 on; rank 0 chooses."""
 
     def choose() -> str:
-        path = _check_undamaged(at_step(folder, step)) if step >= 0 else _newest(folder)
+        path = undamaged(at_step(folder, step)) if step >= 0 else newest_path(folder)
         return "" if path is None else str(path)
 
     chosen = decide_together(host, choose)
     return open_checkpoint(Path(chosen)) if chosen else None
-
-
-def _newest(folder: Path) -> Path | None:
-    checkpoint = newest(folder, on_damage=lambda damage: print(f"warning: {damage}", file=sys.stderr))
-    return None if checkpoint is None else checkpoint.path
-
-
-def _check_undamaged(path: Path) -> Path:
-    """Verify every byte of a checkpoint that was requested by name; no other one replaces it."""
-    _, damages = inspect(path)
-    if damages:
-        raise StagelineError(
-            f"{'; '.join(map(str, damages[:3]))}; nothing is loaded from it: name another checkpoint, or leave the "
-            "choice to the job, which takes the newest intact one"
-        )
-    return path
 
 
 def load_initial_weights(pipe: Pipeline, name: str, host: Collectives) -> None:
@@ -68,90 +61,12 @@ def load_initial_weights(pipe: Pipeline, name: str, host: Collectives) -> None:
         path = Path(name)
         try:
             if (path / MANIFEST).exists():
-                return str(_check_undamaged(path))
-            return str(_newest(path) if path.is_dir() and published(path) else path)
+                return str(undamaged(path))
+            return str(newest_path(path) if path.is_dir() and published(path) else path)
         except StagelineError as error:
             raise StagelineError(f"checkpoint.initial_load_path is {name!r}: {error}") from None
 
     load_weights(pipe.model, decide_together(host, choose), cast=True)
-
-
-def own_weights(pipe: Pipeline) -> dict[str, Tensor]:
-    """Return the parameters and buffers that this process saves: one process saves each, tied ones under one name.
-
-    Processes that hold parts of the same stages call this together.
-    """
-    duplicates = _duplicate_names(pipe)
-    weights = {
-        name: {"": value}
-        for name, value in pipe.state_dict().items()
-        if isinstance(value, Tensor) and name not in duplicates and pipe.owns(name)
-    }
-    return {name: tensors[""] for name, tensors in _own_share(pipe, weights)}
-
-
-def own_optimizer_state(pipe: Pipeline, optimizer: Optimizer) -> State:
-    """Return the optimizer state that this process saves."""
-    state = optimizer.state().items()
-    own = {name: slots for name, slots in state if slots and pipe.owns(name) and pipe.updates(name)}
-    return dict(_own_share(pipe, own))
-
-
-def _own_share(pipe: Pipeline, state: Mapping[str, Mapping[str, Tensor]]) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield the tensors that this process saves, whole: those that hold parts of the same stages share the work.
-
-    They gather one tensor at a time, and each keeps only its share of the bytes.
-    """
-    layout = pipe.runner.host.layout
-    loads = [0] * (layout.shards * layout.tensors)
-    place = pipe.runner.host.replica % len(loads)
-    for name, tensors in state.items():
-        writer = loads.index(min(loads))
-        loads[writer] += sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
-        gathered = {slot: whole(tensor) for slot, tensor in tensors.items()}
-        if writer == place:
-            yield name, gathered
-
-
-def _duplicate_names(pipe: Pipeline) -> set[str]:
-    """Return the names of tied parameters after their first one."""
-    first_names = {name for name, _ in pipe.model.named_parameters()}
-    return {name for name, _ in pipe.model.named_parameters(remove_duplicate=False)} - first_names
-
-
-def check_model(pipe: Pipeline, checkpoint: Checkpoint) -> None:
-    """Raise if the checkpoint belongs to a different model, with the first name or shape that differs."""
-    duplicates = _duplicate_names(pipe)
-    expected = {
-        name: tuple(value.shape)
-        for name, value in pipe.model.state_dict().items()
-        if isinstance(value, Tensor) and name not in duplicates
-    }
-    saved = {name: entry.shape for name, entry in checkpoint.manifest.model.items()}
-    other_model = f"{checkpoint.path} is a checkpoint of another model"
-    for name, shape in expected.items():
-        if name not in saved:
-            raise StagelineError(f"{other_model}: it has no {name!r}{nearest(name, saved)}")
-        if saved[name] != shape:
-            raise StagelineError(f"{other_model}: {name!r} has shape {saved[name]} there and {shape} here")
-    extra = sorted(set(saved) - set(expected))
-    if extra:
-        raise StagelineError(f"{other_model}: this one has no {extra[0]!r}")
-
-
-def load_checkpoint(pipe: Pipeline, optimizer: Optimizer, checkpoint: Checkpoint) -> None:
-    """Load this process's weights and optimizer state."""
-    state = pipe.state_dict()
-    buffers = {name: buffer for name, buffer in pipe.named_buffers() if name in state}
-    # By their first names in the model, which a stage with a tied parameter may not have.
-    tensors: dict[str, Tensor] = {**dict(pipe.named_parameters()), **buffers}
-    values = checkpoint.read_model(list(tensors), like=tensors)
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            local(tensor).copy_(local(values[name]))
-    saved = checkpoint.manifest.optimizer
-    updated = [name for name in optimizer.parameters if name in saved and pipe.updates(name)]
-    optimizer.load(checkpoint.read_optimizer(updated, like=optimizer.parameters))
 
 
 @dataclass
@@ -194,7 +109,8 @@ def resume(checkpoint: Checkpoint, setup: Setup, optimizer: Optimizer, scale: Lo
             f"{per_step}; set training.global_batch_size to {state['per_step']}"
         )
     position = setup.loader.load_state_dict(state["data"])
-    load_checkpoint(setup.pipe, optimizer, checkpoint)
+    load_weights_of(setup.pipe, checkpoint)
+    optimizer.load(read_states(setup.pipe, optimizer.parameters, checkpoint))
     scale.load(state["scale"])
     setup.pipe.steps = int(state["pipeline_steps"])
     set_random_state(state["random"])
@@ -236,16 +152,8 @@ class JobCheckpoints:
         self._setup, self._optimizer, self._logs = setup, optimizer, logs
         self._host, self._layout = setup.host, layout
         self._attempt = decide_together(setup.host, lambda: uuid.uuid4().hex)
-        # Every process of the first replica writes its own tensors, and with shard_optimizer, those of all replicas do;
-        # ranks that are threads share a writer.
-        pipe_host = setup.pipe.runner.host
-        row, rows = pipe_host.replica, pipe_host.layout.shards * pipe_host.layout.tensors
-        self._in_first_replica = row < rows
-        self._writes = config.parallelism.shard_optimizer or row < rows
-        rows = pipe_host.layout.replicas if config.parallelism.shard_optimizer else rows
-        number, count = 0, 1
-        if layout.processes > 1 and self._writes:
-            number, count = row * layout.ranks + pipe_host.here[0], rows * layout.ranks
+        where = writer_number(setup.pipe)
+        self._writes, (number, count) = where is not None, where or (0, 1)
         self._writer = Writer(
             setup.folder.path / config.checkpoint.folder,
             number,
@@ -267,8 +175,8 @@ class JobCheckpoints:
             self._on_all(lambda: None)
             return
         pipe = self._setup.pipe
-        weights = own_weights(pipe) if self._in_first_replica else {}
-        tensors = weights, own_optimizer_state(pipe, self._optimizer)
+        weights = own_weights(pipe) if in_first_replica(pipe) else {}
+        tensors = weights, own_optimizer_state(pipe, self._optimizer.state())
         self._on_all(partial(self._write, step, *tensors, state, background=background))
 
     def finish(self) -> None:

@@ -164,12 +164,7 @@ class Optimizer:
                             f"the state {slot} of {name} has shape {tuple(value.shape)}, but the parameter has "
                             f"{tuple(parameter.shape)}; the state belongs to another model"
                         )
-                # Keep a step count on the device that torch's kernels expect; move the rest to the parameter's device.
-                is_fused = any(group.get("fused") for group in owner.param_groups)
-                owner.state[parameter] = {
-                    slot: value.clone() if slot == "step" and not is_fused else _place(value, parameter)
-                    for slot, value in slots.items()
-                }
+                owner.state[parameter] = place_slots(slots, parameter, owner)
 
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: self.masters.get(name, parameter) for name, parameter in self.parameters.items()}
@@ -179,6 +174,17 @@ class Optimizer:
             if any(parameter is member for group in optimizer.param_groups for member in group["params"]):
                 return optimizer
         raise AssertionError("every parameter is in a group")
+
+
+def place_slots(
+    slots: Mapping[str, Tensor], parameter: nn.Parameter, optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor]:
+    """Copy the state of a parameter to where torch's kernels expect it: a step count may stay on the host."""
+    on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    return {
+        slot: value.clone() if slot == "step" and not on_device else _place(value, parameter)
+        for slot, value in slots.items()
+    }
 
 
 def _place(value: Tensor, parameter: nn.Parameter) -> Tensor:
