@@ -191,6 +191,14 @@ def frozen_gpt() -> GPT:
     return model
 
 
+def planned_blocks() -> nn.Sequential:
+    """A model whose blocks have plans, each its own."""
+    model = sequential()
+    model[2].tp_plan = {"up": "colwise", "down": "rowwise"}  # type: ignore[assignment]
+    model[3].tp_plan = {"up": "colwise_rep"}  # type: ignore[assignment]
+    return model
+
+
 def planned(**plan: str) -> MeshModel:
     """A model with a plan of its own: pairs of a name in a block and a style."""
     model = own_forward()
@@ -250,6 +258,7 @@ def on_plans(rank: int, folder: str) -> dict[str, str]:
     compare(frozen_gpt(), mesh, None, "zb-h1", 3, max_norm=0.5)
     compare(gpt(tied=True), mesh, None, "zb-h1", 3, max_norm=0.5)
     compare(planned(up="colwise_rep", down="rowwise_rep", norm="sequence_parallel"), mesh, None, "zb-h1", 3)
+    compare(planned_blocks(), mesh, None, "1f1b", 3)
     # Optimizers step all parameters of a stage together, as they do by default on GPUs.
     pipe = pipeline(gpt(), mesh)
     pipe.step(*data(0))

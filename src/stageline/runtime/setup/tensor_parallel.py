@@ -38,23 +38,41 @@ OF_HEADS = re.compile(r"(to_|w)?(q|k|v|kv|qkv|query|key|value)(_.*)?|c_attn|in_p
 
 
 def plan_of(model: nn.Module) -> dict[str, str]:
-    """The tensor-parallel plan of a model, by names of its modules; empty if it has none.
+    """The tensor-parallel plan of a model, by names of its modules; empty if neither it nor a module in it has one.
 
     >>> model = nn.Sequential(nn.Linear(2, 2))
     >>> plan_of(model)
     {}
     >>> model.tp_plan = {"*": "colwise"}
-    >>> plan_of(nn.Sequential(model))
+    >>> plan_of(nn.Sequential(model, nn.Tanh(), model))
     {'0.*': 'colwise'}
     """
+    plans: dict[str, str] = {}
+    inside: list[str] = []  # a module's plan covers what is in it
     for path, module in model.named_modules():
+        if any(not outer or path.startswith(f"{outer}.") for outer in inside):
+            continue
         for attribute in ("tp_plan", "_tp_plan"):
             # An adapter passes on the attributes of the model that it wraps, and has other names.
             own = attribute in vars(module) or hasattr(type(module), attribute)
             plan = getattr(module, attribute) if own else None
             if isinstance(plan, Mapping) and plan:
-                return {f"{path}.{name}" if path else name: str(style) for name, style in plan.items()}
-    return {}
+                plans |= {f"{path}.{name}" if path else name: str(style) for name, style in plan.items()}
+                inside.append(path)
+                break
+    return plans
+
+
+def style_of(plan: Mapping[str, str], name: str) -> str | None:
+    """The style of a module or parameter; None if a plan does not name it.
+
+    >>> style_of({"layers.*.up": "colwise"}, "layers.3.up"), style_of({"0.*": "rowwise"}, "0.1")
+    ('colwise', 'rowwise')
+    """
+    parts = name.split(".")
+    numbered = ["*" if part.isdigit() else part for part in parts]
+    keys = (".".join([*parts[:exact], *numbered[exact:]]) for exact in range(len(parts) + 1))
+    return next((plan[key] for key in keys if key in plan), None)
 
 
 def kept_whole(plan: Mapping[str, str], tied: Iterable[Sequence[str]]) -> set[str]:
@@ -63,7 +81,7 @@ def kept_whole(plan: Mapping[str, str], tied: Iterable[Sequence[str]]) -> set[st
     >>> sorted(kept_whole({"embedding": "embedding_rowwise"}, [["embedding.weight", "head.weight"]]))
     ['embedding.weight', 'head.weight']
     """
-    styles = [(names, {plan.get(_generic(name.rpartition(".")[0])) for name in names}) for names in tied]
+    styles = [(names, {style_of(plan, name.rpartition(".")[0]) for name in names}) for names in tied]
     return {name for names, kinds in styles if not kinds <= FIRST_DIMENSION for name in names}
 
 
@@ -76,10 +94,10 @@ def cut_by_plan(part: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str], whol
     modules = list(part.named_modules())
     for name, module in modules:
         for own, _ in list(module.named_parameters(recurse=False)):
-            parameter_style = plan.get(_generic(f"{name}.{own}"))
+            parameter_style = style_of(plan, f"{name}.{own}")
             if parameter_style is not None:
                 cutter.cut_parameter(f"{name}.{own}", module, own, parameter_style)
-        style = plan.get(_generic(name))
+        style = style_of(plan, name)
         if style is not None:
             cutter.cut(name, module, style)
             if style == "colwise":
@@ -88,15 +106,6 @@ def cut_by_plan(part: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str], whol
     for _, module in modules:
         if not any(True for _ in module.children()):
             cutter.replicate(module)
-
-
-def _generic(name: str) -> str:
-    """A name with `*` for the numbers of lists.
-
-    >>> _generic("layers.3.mlp.w1"), _generic("0")
-    ('layers.*.mlp.w1', '*')
-    """
-    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
 class _Cutter:
