@@ -36,6 +36,7 @@ from support.meshes import (
     sharded,
     tied_own_forward,
     tied_sequential,
+    train,
     whole_of,
 )
 
@@ -109,6 +110,75 @@ def mixes_precision(mesh: DeviceMesh, schedule: str, how: str) -> None:
         mine = whole_of(grad)
         assert mine.dtype == torch.float32
         torch.testing.assert_close(mine, sums[name], rtol=1e-4, atol=1e-6)
+
+
+def mixes_precision_as_alone(mesh: DeviceMesh) -> None:
+    """With FSDP2's mixed precision, stages have the bits of FSDP2 alone."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    def fn(part: Any, inner: Any) -> None:
+        for layer in part:
+            fully_shard(layer, mesh=inner["dp_shard"], mp_policy=policy)
+
+    rows = ((mesh, "zb-h1"), (mesh["dp_shard"], "1f1b"))
+    results = [train(pipeline(sequential().float(), row, fn, schedule=name), max_norm=0.5) for row, name in rows]
+    assert same_bits(*results)
+
+
+def adapts(mesh: DeviceMesh) -> None:
+    """LoRA: most parameters are frozen, and a group of FSDP2 has both kinds."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=2, target_modules=["up", "down"], init_lora_weights=False)
+    model = peft.inject_adapter_in_model(config, sequential()).double()
+    assert 0 < sum(parameter.requires_grad for parameter in model.parameters()) < len(list(model.parameters())) / 2
+    compare(model, mesh, None, "zb-v", 4, max_norm=0.5)
+    compare(model, mesh_of((2, 2), "pp", "dp_replicate"), None, "zb-h1", 4, max_norm=0.5)
+
+
+class Start(nn.Embedding):
+    def forward(self, tokens: Tensor) -> Any:
+        return super().forward(tokens), torch.zeros((), dtype=self.weight.dtype)
+
+
+class Experts(nn.Module):
+    """Two experts, and a loss that grows with their imbalance, which is added to that of the layers before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 2)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Any:
+        x, imbalance = pair
+        gates = self.router(x).softmax(-1)
+        mixed = sum(expert(x) * gates[..., i : i + 1] for i, expert in enumerate(self.experts))
+        return x + mixed, imbalance + gates.mean((0, 1)).square().sum()
+
+
+def balances_experts(mesh: DeviceMesh) -> None:
+    """The auxiliary loss of every microbatch counts by its share of the samples of all processes."""
+
+    def loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        return functional.mse_loss(output[0].sum(-1), target.double()) + 0.1 * output[1]
+
+    torch.manual_seed(2)
+    model = nn.Sequential(Start(12, 8), *(Experts() for _ in range(4))).double()
+    for rows in (mesh, mesh_of((2, 2), "pp", "dp_replicate")):
+        pipe = pipeline(copy.deepcopy(model), rows, None, schedule="zb-v", loss_fn=loss)
+        shares = [data(share, 6 + share) for share in range(pipe.replicas)]
+        total: Any = 0.0
+        model.zero_grad()
+        for inputs, targets in shares:
+            for x, y in zip(inputs.tensor_split(2), targets.tensor_split(2), strict=True):
+                total = total + loss(model(x), y) * (len(x) / sum(len(inputs) for inputs, _ in shares))
+        total.backward()
+        assert pipe.step(*shares[pipe.replica]).loss == pytest.approx(total.item(), rel=1e-12)
+        expected: dict[str, Any] = {name: parameter.grad for name, parameter in model.named_parameters()}
+        for name, grad in pipe.named_gradients():
+            assert_close(whole_of(grad), expected[name], name)
 
 
 def follows_the_schedule(mesh: DeviceMesh) -> None:
@@ -220,6 +290,9 @@ def on_shards(rank: int) -> dict[str, str]:
     penalize(sequential(), mesh, None)
     for schedule, how in (("1f1b", "default"), ("zb-h1", "default"), ("zb-v", "always")):
         mixes_precision(mesh, schedule, how)
+    mixes_precision_as_alone(mesh)
+    adapts(mesh)
+    balances_experts(mesh)
     follows_the_schedule(mesh)
     pipe = pipeline(sequential(), mesh)
     pipe.step(*data(pipe.replica))
