@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -246,6 +245,8 @@ class Modes(nn.Module):
 
 def compiles(mesh: DeviceMesh) -> None:
     """Compiled units have the same bits with FSDP2 as in replicas, and the backward of some is split."""
+    from torch._dynamo.utils import counters  # takes seconds
+
     replicas = mesh_of((2, 2), "pp", "dp_replicate")
     always = {"reshard_after_forward": "always"}
     results = [
@@ -286,12 +287,10 @@ def on_shards(rank: int) -> dict[str, str]:
     checks(mesh, sharded)
     compare(frozen(), mesh, sharded, "zb-v", 4, max_norm=0.5)
     counts_tokens(mesh)
-    compiles(mesh)
     penalize(sequential(), mesh, None)
     for schedule, how in (("1f1b", "default"), ("zb-h1", "default"), ("zb-v", "always")):
         mixes_precision(mesh, schedule, how)
     mixes_precision_as_alone(mesh)
-    adapts(mesh)
     balances_experts(mesh)
     follows_the_schedule(mesh)
     pipe = pipeline(sequential(), mesh)
@@ -317,7 +316,6 @@ def on_shards(rank: int) -> dict[str, str]:
     # Weights that stages of different ranks, and of one rank, share.
     compare(tied_sequential(), mesh, None, "zb-h1", 4, max_norm=0.5)
     compare(tied_own_forward(), mesh, sharded, "zb-v", 4, max_norm=0.5)
-    compare(sl.build(tied_sequential, seed=3), mesh, None, "zb-v", 4, source=tied_sequential, seed=3)
     return {
         "tied": error_of(lambda: pipeline(tied_sequential(), mesh, first_layers)),
         "name": pipe.runner.host.layout.name(3),
@@ -333,3 +331,18 @@ def test_sharded_rows_train_as_the_plain_loop() -> None:
         assert errors["name"] == "process 3 (pp 1, dp_shard 1)"
         assert "1f1b has shard actions for the stages [0], and [0, 1] are sharded" in errors["stages"]
         assert errors["often"] == "reshard_after_forward is default, always or never, got 'often'"
+
+
+def with_compilers_and_adapters(rank: int) -> None:
+    quiet()
+    mesh = mesh_of((2, 2), "pp", "dp_shard")
+    compiles(mesh)
+    adapts(mesh)
+    for schedule in ("1f1b", "zb-v"):
+        compare(sl.build(tied_sequential, seed=3), mesh, None, schedule, 4, source=tied_sequential, seed=3)
+
+
+@pytest.mark.mesh_matrix
+@pytest.mark.timeout(600)
+def test_compiled_units_and_adapters_in_sharded_rows() -> None:
+    run_ranks(with_compilers_and_adapters, 4, timeout=300)
