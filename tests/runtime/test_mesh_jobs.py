@@ -20,6 +20,7 @@ from support.meshes import (
     MeshBlock,
     both,
     compare,
+    compare_schedules,
     error_of,
     mesh_of,
     own_forward,
@@ -61,7 +62,7 @@ def planned() -> GPT:
 def on_eight(rank: int) -> dict[str, Any]:
     quiet()
     mesh = mesh_of((2, 2, 2), "pp", "dp_shard", "tp")
-    compare(sequential(), mesh, both, "zb-v", 4, max_norm=0.5)
+    compare_schedules(sequential(), mesh, both, [("zb-v", 4, {}), ("synthesized", 4, {})])
     compare(own_forward(), mesh, both, "1f1b", 4)
     compare(planned(), mesh, None, "zb-h1", 4, max_norm=0.5)  # by its own plan, and then FSDP2
     compare(sl.build(own_forward, seed=3), mesh, both, "zb-h1", 1, source=own_forward, seed=3)

@@ -22,6 +22,7 @@ from support.meshes import (
     assert_close,
     checks,
     compare,
+    compare_schedules,
     data,
     error_of,
     loss_fn,
@@ -270,10 +271,9 @@ def compiles(mesh: DeviceMesh) -> None:
 def on_shards(rank: int) -> dict[str, str]:
     quiet()
     mesh = mesh_of((2, 2), "pp", "dp_shard")
-    for model in (sequential(), own_forward()):
-        for schedule, microbatches, options in CASES:
-            first = compare(model, mesh, sharded, schedule, microbatches, max_norm=0.5, **options)
-    assert same_bits(first, compare(own_forward(), mesh, sharded, "zb-v", 1, max_norm=0.5))
+    compare_schedules(sequential(), mesh, sharded, CASES)
+    compare_schedules(own_forward(), mesh, sharded, CASES[-2:-1], again=True)
+    compare_schedules(sequential(), mesh_of((2, 2), "dp_replicate", "pp"), None, [CASES[2], CASES[-1]])
     for schedule in ("1f1b", "zb-v"):  # gathered for every action
         compare(own_forward(), mesh, sharded, schedule, 4, max_norm=0.5, reshard_after_forward="always")
     for model in (sequential(), own_forward()):  # every block, without a function

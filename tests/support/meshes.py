@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import OrderedDict
+from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
@@ -66,10 +68,10 @@ def own_forward() -> MeshModel:
     return MeshModel().double()
 
 
-def sequential() -> nn.Sequential:
+def sequential(blocks: int = 4) -> nn.Sequential:
     torch.manual_seed(0)
-    blocks = [MeshBlock() for _ in range(4)]
-    return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *blocks, nn.Linear(WIDTH, VOCABULARY)).double()
+    layers = [MeshBlock() for _ in range(blocks)]
+    return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *layers, nn.Linear(WIDTH, VOCABULARY)).double()
 
 
 def tied_sequential() -> nn.Sequential:
@@ -215,13 +217,14 @@ def compare(
     model: nn.Module,
     mesh: DeviceMesh,
     fn: Any,
-    schedule: str,
+    schedule: str | sl.Schedule,
     microbatches: int,
     max_norm: float | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Train a pipeline and the plain loop, and compare losses, gradients and weights after three steps."""
-    what = f"{type(model).__name__} {schedule} M={microbatches} {mesh.mesh_dim_names}"
+    name = schedule if isinstance(schedule, str) else schedule.name
+    what = f"{type(model).__name__} {name} M={microbatches} {mesh.mesh_dim_names}"
     source, within = options.pop("source", None) or copy.deepcopy(model), options.pop("within", 1e-9)
     pipe = sl.Pipeline(
         source, loss_fn=loss_fn, schedule=schedule, microbatches=microbatches, mesh=mesh, parallelize=fn, **options
@@ -267,8 +270,46 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("zb-h1", 4, {}),
     ("zb-v", 4, {}),
     ("zb-v", 1, {}),
+    ("synthesized", 4, {}),
 ]
 """Schedules, one of them with fewer microbatches than ranks."""
+
+
+@cache
+def synthesized(ranks: int, microbatches: int) -> sl.Schedule:
+    """A schedule for stages of different costs, two on every rank; the same on all processes."""
+    schedules: list[Any] = [None]
+    if dist.get_rank() == 0:
+        stages = range(2 * ranks)
+        costs = sl.Costs(
+            forward=[3 + stage % 3 for stage in stages],
+            backward_input=[4 + stage % 2 for stage in stages],
+            backward_weight=[2 + stage % 4 for stage in stages],
+            transfer=1,
+        )
+        plan = sl.synthesize(costs, ranks, microbatches, chunks=2, memory=2 * ranks + 1, time_limit=2)
+        schedules = [plan.schedule]
+    dist.broadcast_object_list(schedules)
+    schedule: sl.Schedule = schedules[0]
+    return schedule
+
+
+def compare_schedules(
+    model: nn.Module, mesh: DeviceMesh, fn: Any, cases: list[tuple[str, int, dict[str, Any]]], again: bool = False
+) -> dict[str, Any]:
+    """Train as the plain loop with every schedule, and with the bits of the same mesh without pp."""
+    inner = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "pp")]
+    ranks = mesh["pp"].size()
+    alone: dict[int, dict[str, Any]] = {}
+    result: dict[str, Any] = {}
+    for name, microbatches, options in cases:
+        if microbatches not in alone:
+            alone[microbatches] = compare(model, inner, fn, "1f1b", microbatches, max_norm=0.5)
+        schedule = synthesized(ranks, microbatches) if name == "synthesized" else name
+        for _ in range(1 + again):
+            result = compare(model, mesh, fn, schedule, microbatches, max_norm=0.5, **options)
+            assert same_bits(result, alone[microbatches]), (mesh.mesh_dim_names, name, microbatches)
+    return result
 
 
 def mesh_of(shape: tuple[int, ...], *names: str, device: str = "cpu") -> DeviceMesh:
@@ -313,5 +354,8 @@ def checks(mesh: DeviceMesh, fn: Any, **options: Any) -> None:
 
 
 def same_bits(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two runs have the same bits, as far as both have gradients."""
     weights = all(torch.equal(one["weights"][name], other["weights"][name]) for name in one["weights"])
-    return weights and one["losses"] == other["losses"] and one["norms"] == other["norms"]
+    shared = one.get("gradients", {}).keys() & other.get("gradients", {}).keys()
+    gradients = all(torch.equal(one["gradients"][name], other["gradients"][name]) for name in shared)
+    return weights and gradients and one["losses"] == other["losses"] and one["norms"] == other["norms"]
