@@ -60,12 +60,13 @@ class Meeting:
     True
     """
 
-    def __init__(self, store: Any, rank: int, ranks: int) -> None:
-        """Choose the name, or wait until rank 0 answers with it."""
+    def __init__(self, store: Any, rank: int, ranks: int, patience: float = 300.0) -> None:
+        """Choose the name, or wait until rank 0 answers with it, for so many seconds."""
         self._store, self._ranks = store, ranks
         self.name = drawn = secrets.token_hex(8)
         if rank:
             store.set(_HELLO.format(rank), drawn)
+            store.wait([_ANSWER.format(drawn)], datetime.timedelta(seconds=patience))
             self.name = store.get(_ANSWER.format(drawn)).decode()
             store.set(_HEARD.format(self.name, rank), "1")
 
@@ -94,7 +95,7 @@ class JobChannel:
         For a part of a job, `host` is where its monitor listens, and `job` is the number of all processes.
         """
         try:
-            meeting = Meeting(store, rank, ranks)
+            meeting = Meeting(store, rank, ranks, patience=2 * deadline + 10)
         except Exception as error:
             raise no_address(rank, error) from error
         self.name = meeting.name
