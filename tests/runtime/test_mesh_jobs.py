@@ -21,6 +21,7 @@ from support.meshes import (
     both,
     compare,
     compare_schedules,
+    data,
     error_of,
     mesh_of,
     own_forward,
@@ -63,7 +64,8 @@ def on_eight(rank: int) -> dict[str, Any]:
     quiet()
     mesh = mesh_of((2, 2, 2), "pp", "dp_shard", "tp")
     compare_schedules(sequential(), mesh, both, [("zb-v", 4, {}), ("synthesized", 4, {})])
-    compare(own_forward(), mesh, both, "1f1b", 4)
+    compare(own_forward(), mesh, both, "1f1b", 4, reshard_after_forward="always")
+    assert pipeline(own_forward(), mesh, both, schedule="zb-v").step(*data(rank // 2 % 2)).unsplit == 0
     compare(planned(), mesh, None, "zb-h1", 4, max_norm=0.5)  # by its own plan, and then FSDP2
     compare(sl.build(own_forward, seed=3), mesh, both, "zb-h1", 1, source=own_forward, seed=3)
     name = pipeline(sequential(), mesh, both).runner.host.layout.name(5)
