@@ -61,6 +61,7 @@ bench: install
 	$(BIN)/python benchmarks/building.py
 	$(BIN)/python benchmarks/checkpointing.py
 	$(BIN)/python benchmarks/replicas.py
+	$(BIN)/python benchmarks/mesh_speed.py --repeats 5
 	$(BIN)/python benchmarks/continuous_steps.py
 	$(BIN)/python benchmarks/replanning.py
 	$(BIN)/python benchmarks/tracing.py
