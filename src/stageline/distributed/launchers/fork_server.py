@@ -80,7 +80,7 @@ class ForkServer:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
             )
         self._children: dict[int, Child] = {}
-        self._started: list[int] = []
+        self._started: list[Child] = []
         self._buffer = b""
 
     def start(
@@ -137,7 +137,7 @@ class ForkServer:
             if time.monotonic() > end:
                 raise TimeoutError("the fork server did not start a process within 60 s")
             self.read_events(0.1)
-        return self._children[self._started.pop(0)]
+        return self._started.pop(0)  # it may have ended already
 
     def close(self) -> None:
         """Kill all processes, and end the server."""
@@ -161,7 +161,7 @@ class ForkServer:
                 pid, code = json.loads(line)
                 if code is None:
                     self._children[pid] = Child(self, pid)
-                    self._started.append(pid)
+                    self._started.append(self._children[pid])
                 else:
                     self._children.pop(pid).code = code
             timeout = 0.0
