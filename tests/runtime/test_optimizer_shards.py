@@ -168,9 +168,9 @@ def runs() -> None:
     same_weights(results[0][1], results[1][1])
 
 
-def scales(rank: int) -> None:
+def scales(rank: int, shard: bool) -> None:
     """A GradScaler of torch skips a step in all processes if the gradients of any are not finite."""
-    pipe = pipeline(shard_optimizer=True, check_finite=False)
+    pipe = pipeline(shard_optimizer=shard, check_finite=False)
     stepper = torch.optim.AdamW(pipe.parameters(), lr=0.05, foreach=False)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(torch.ones(()))
@@ -182,7 +182,7 @@ def scales(rank: int) -> None:
         scaler.update()
         stepper.zero_grad()
         assert any(not torch.equal(value, before[name]) for name, value in pipe.named_parameters())
-    hot = [parameter for name, parameter in pipe.named_parameters() if pipe.updates(name)]
+    hot = [parameter for name, parameter in pipe.named_parameters() if not shard or pipe.updates(name)]
     first: Any = hot[0]
     handle = first.register_hook(lambda grad: grad * float("inf")) if rank == 2 else None
     pipe.step(*batch(pipe.replica, 3), scale=scaler.get_scale())
@@ -253,7 +253,8 @@ def everything(rank: int) -> list[str]:
     accumulates()
     ties_and_penalties()
     runs()
-    scales(rank)
+    scales(rank, shard=False)
+    scales(rank, shard=True)
     updates_by_hand()
     reads_between()
     gc.collect()

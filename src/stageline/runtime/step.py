@@ -321,7 +321,7 @@ class StepRunner:
                 add_gradients(self._kept(penalties) if batch.sync else penalties, batch.scale)
                 for _, parameter in self.stages.named_parameters():
                     settle_gradient(parameter)
-            if replicas is not None and replicas.shards is not None and batch.sync and batch.scale > 1.0:
+            if batch.scale > 1.0 and batch.sync and not host.single_process:
                 spread_not_finite(host, (parameter.grad for _, parameter in self.stages.named_parameters()))
             if request.inputs_require_grad or len(self.batches.first_ranks) > 1:
                 self._give_input_gradients(request, results)
