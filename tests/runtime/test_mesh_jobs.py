@@ -63,21 +63,11 @@ def planned() -> GPT:
 def on_eight(rank: int) -> dict[str, Any]:
     quiet()
     mesh = mesh_of((2, 2, 2), "pp", "dp_shard", "tp")
-    compare_schedules(sequential(), mesh, both, [("zb-v", 4, {}), ("synthesized", 4, {})])
-    compare(own_forward(), mesh, both, "1f1b", 4, reshard_after_forward="always")
-    assert pipeline(own_forward(), mesh, both, schedule="zb-v").step(*data(rank // 2 % 2)).unsplit == 0
+    compare_schedules(sequential(), mesh, both, [("zb-v", 4, {})])
     compare(planned(), mesh, None, "zb-h1", 4, max_norm=0.5)  # by its own plan, and then FSDP2
-    compare(sl.build(own_forward, seed=3), mesh, both, "zb-h1", 1, source=own_forward, seed=3)
     name = pipeline(sequential(), mesh, both).runner.host.layout.name(5)
     replicated = mesh_of((2, 2, 2), "dp_replicate", "pp", "dp_shard")
-    for fn in (sharded, hybrid):
-        compare(sequential(), replicated, fn, "zb-h1", 4, max_norm=0.5)
-    shards_optimizer(replicated, sharded)
-    tensors = mesh_of((2, 2, 2), "tp", "dp", "pp")
-    compare(sequential(), tensors, tensor_parallel, "1f1b", 4, max_norm=0.5)
-    shards_optimizer(tensors, tensor_parallel)
-    # Both halves of the job are meshes of their own; the name of the dimension that parts them is the user's.
-    compare(sequential(), mesh_of((2, 2, 2), "pp", "half", "dp_shard")["pp", "dp_shard"], sharded, "zb-h1", 4)
+    compare(sequential(), replicated, hybrid, "zb-h1", 4, max_norm=0.5)
     return {"name": name, "hybrid": error_of(lambda: pipeline(sequential(), replicated, hybrid, shard_optimizer=True))}
 
 
@@ -85,6 +75,29 @@ def test_two_by_two_by_two() -> None:
     for result in run_ranks(on_eight, 8, timeout=400):
         assert result["name"] == "process 5 (pp 1, dp_shard 0, tp 1)"
         assert "FSDP2 itself reduces the gradient of" in result["hybrid"]
+
+
+def on_eight_in_other_orders(rank: int) -> None:
+    quiet()
+    mesh = mesh_of((2, 2, 2), "pp", "dp_shard", "tp")
+    compare_schedules(sequential(), mesh, both, [("synthesized", 4, {})])
+    compare(own_forward(), mesh, both, "1f1b", 4, reshard_after_forward="always")
+    assert pipeline(own_forward(), mesh, both, schedule="zb-v").step(*data(rank // 2 % 2)).unsplit == 0
+    compare(sl.build(own_forward, seed=3), mesh, both, "zb-h1", 1, source=own_forward, seed=3)
+    replicated = mesh_of((2, 2, 2), "dp_replicate", "pp", "dp_shard")
+    compare(sequential(), replicated, sharded, "zb-h1", 4, max_norm=0.5)
+    shards_optimizer(replicated, sharded)
+    tensors = mesh_of((2, 2, 2), "tp", "dp", "pp")
+    compare(sequential(), tensors, tensor_parallel, "1f1b", 4, max_norm=0.5)
+    shards_optimizer(tensors, tensor_parallel)
+    # Both halves of the job are meshes of their own; the name of the dimension that parts them is the user's.
+    compare(sequential(), mesh_of((2, 2, 2), "pp", "half", "dp_shard")["pp", "dp_shard"], sharded, "zb-h1", 4)
+
+
+@pytest.mark.mesh_matrix
+@pytest.mark.timeout(600)
+def test_two_by_two_by_two_in_other_orders() -> None:
+    run_ranks(on_eight_in_other_orders, 8, timeout=500)
 
 
 @pytest.mark.parametrize("how", ["kill", "raise", "column"])

@@ -272,25 +272,13 @@ def on_shards(rank: int) -> dict[str, str]:
     quiet()
     mesh = mesh_of((2, 2), "pp", "dp_shard")
     compare_schedules(sequential(), mesh, sharded, CASES)
-    compare_schedules(own_forward(), mesh, sharded, CASES[-2:-1], again=True)
-    compare_schedules(sequential(), mesh_of((2, 2), "dp_replicate", "pp"), None, [CASES[2], CASES[-1]])
-    for schedule in ("1f1b", "zb-v"):  # gathered for every action
-        compare(own_forward(), mesh, sharded, schedule, 4, max_norm=0.5, reshard_after_forward="always")
-    for model in (sequential(), own_forward()):  # every block, without a function
-        compare(model, mesh, None, "zb-h1", 4, max_norm=0.5)
-    for make in (sequential, own_forward):
-        compare(sl.build(make, seed=3), mesh, sharded, "zb-v", 4, source=make, seed=3)
-    compare(sequential(), mesh_of((4,), "dp_shard"), sharded, "1f1b", 4, max_norm=0.5)
-    compare(sequential(), mesh, sharded, "1f1b", 4, recompute="stage")
-    for recompute in ("stage", "*"):
-        compare(own_forward(), mesh, sharded, "zb-h1", 4, recompute=recompute, reshard_after_forward="always")
-    checks(mesh, sharded)
+    compare_schedules(sequential(), mesh_of((2, 2), "dp_replicate", "pp"), None, [CASES[2]])
+    # Every block, without a function; gathered for every action.
+    compare(own_forward(), mesh, None, "zb-v", 4, max_norm=0.5, reshard_after_forward="always")
+    compare(sl.build(own_forward, seed=3), mesh, sharded, "zb-h1", 4, source=own_forward, seed=3)
     compare(frozen(), mesh, sharded, "zb-v", 4, max_norm=0.5)
     counts_tokens(mesh)
-    penalize(sequential(), mesh, None)
-    for schedule, how in (("1f1b", "default"), ("zb-h1", "default"), ("zb-v", "always")):
-        mixes_precision(mesh, schedule, how)
-    mixes_precision_as_alone(mesh)
+    mixes_precision(mesh, "zb-h1", "default")
     balances_experts(mesh)
     follows_the_schedule(mesh)
     pipe = pipeline(sequential(), mesh)
@@ -333,9 +321,25 @@ def test_sharded_rows_train_as_the_plain_loop() -> None:
         assert errors["often"] == "reshard_after_forward is default, always or never, got 'often'"
 
 
-def with_compilers_and_adapters(rank: int) -> None:
+def with_more_options(rank: int) -> None:
     quiet()
     mesh = mesh_of((2, 2), "pp", "dp_shard")
+    compare_schedules(own_forward(), mesh, sharded, CASES[-2:-1], again=True)
+    compare_schedules(sequential(), mesh_of((2, 2), "dp_replicate", "pp"), None, [CASES[-1]])
+    compare(own_forward(), mesh, sharded, "1f1b", 4, max_norm=0.5, reshard_after_forward="always")
+    for model in (sequential(), own_forward()):
+        compare(model, mesh, None, "zb-h1", 4, max_norm=0.5)
+    for make in (sequential, own_forward):
+        compare(sl.build(make, seed=3), mesh, sharded, "zb-v", 4, source=make, seed=3)
+    compare(sequential(), mesh_of((4,), "dp_shard"), sharded, "1f1b", 4, max_norm=0.5)
+    compare(sequential(), mesh, sharded, "1f1b", 4, recompute="stage")
+    for recompute in ("stage", "*"):
+        compare(own_forward(), mesh, sharded, "zb-h1", 4, recompute=recompute, reshard_after_forward="always")
+    checks(mesh, sharded)
+    penalize(sequential(), mesh, None)
+    for schedule, how in (("1f1b", "default"), ("zb-v", "always")):
+        mixes_precision(mesh, schedule, how)
+    mixes_precision_as_alone(mesh)
     compiles(mesh)
     adapts(mesh)
     for schedule in ("1f1b", "zb-v"):
@@ -344,5 +348,5 @@ def with_compilers_and_adapters(rank: int) -> None:
 
 @pytest.mark.mesh_matrix
 @pytest.mark.timeout(600)
-def test_compiled_units_and_adapters_in_sharded_rows() -> None:
-    run_ranks(with_compilers_and_adapters, 4, timeout=300)
+def test_options_compiled_units_and_adapters_in_sharded_rows() -> None:
+    run_ranks(with_more_options, 4, timeout=500)

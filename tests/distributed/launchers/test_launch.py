@@ -22,6 +22,12 @@ from support.ports import free_ports
 pytestmark = pytest.mark.timeout(120)
 
 
+@pytest.fixture(autouse=True)
+def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of these tests need none, and a machine may have fewer GPUs than a test has ranks."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
 def gradients_of_pipeline() -> tuple[int, dict[str, torch.Tensor]]:
     """A pipeline of as many ranks as were launched, and its gradients on this process."""
     torch.manual_seed(0)
