@@ -34,6 +34,7 @@ __all__ = [
     "has_accumulate_hooks",
     "has_gradient_hooks",
     "is_packed",
+    "joins_packed_parts",
     "mark_stepped",
     "optimizer_hooks",
     "packed_shard",
@@ -406,6 +407,11 @@ def packed_shard(dimension: int, packs: int) -> Any:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dimension, split_factor=packs)
+
+
+def joins_packed_parts() -> bool:
+    """Whether this torch can put a dimension together again that `packed_shard` cut: 2.13 can, and 2.11 cannot."""
+    return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
 def is_packed(placement: Any) -> bool:

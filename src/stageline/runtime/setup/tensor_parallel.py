@@ -15,10 +15,11 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from stageline.common.errors import StagelineError
-from stageline.runtime._torch_private import is_packed, packed_shard, parameters_of, pytree
+from stageline.runtime._torch_private import is_packed, joins_packed_parts, packed_shard, parameters_of, pytree
 from stageline.tensors.sharded import is_sharded
 
 if TYPE_CHECKING:
@@ -151,6 +152,7 @@ class _Cutter:
             run_on_parts(module, self.mesh, gradients=Partial())
         elif packs := _packs(style):
             _refuse_other_class(name, module, style)
+            _refuse_old_torch(name, style)
             self._distribute(module, packed_shard(0, packs))
             run_on_parts(module, self.mesh, whole_inputs=True)
         elif style not in self._styles:
@@ -194,6 +196,7 @@ class _Cutter:
 
         dimensions = module.get_parameter(own).dim()
         if packs := _packs(style):
+            _refuse_old_torch(name, style)
             self._distribute(module, packed_shard(max(dimensions - 2, 0), packs), own)
         elif style in ("colwise", "rowwise"):
             self._distribute(module, Shard(max(dimensions - (2 if style == "colwise" else 1), 0)), own)
@@ -207,6 +210,14 @@ class _Cutter:
             if only in (None, name):
                 cut = distribute_tensor(whole.detach(), self.mesh, [placement])
                 parameters_of(module)[name] = nn.Parameter(cut, requires_grad=whole.requires_grad)
+
+
+def _refuse_old_torch(name: str, style: str) -> None:
+    if not joins_packed_parts():
+        raise StagelineError(
+            f"the tensor-parallel plan cuts {name} as {style}, and torch {torch.__version__} cannot join the parts of "
+            "packed parameters; use torch 2.13, or pass parallelize=, a function of a stage and the mesh"
+        )
 
 
 def _packs(style: str) -> int:
