@@ -28,7 +28,8 @@ $(STAMP): pyproject.toml constraints.txt src/stageline/_version.py
 train: install
 	$(BIN)/stageline train $(CONFIG) $(ARGS)
 
-test: install lint types unit
+test: install lint
+	@$(MAKE) --no-print-directory -j2 types unit  # mypy uses one core, and tests wait now and then
 
 lint: install
 	$(BIN)/ruff check .
