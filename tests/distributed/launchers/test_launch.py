@@ -45,9 +45,10 @@ def ranks_of_default_pipeline() -> int:
 
 
 def stop_or_wait(folder: str) -> None:
-    """Rank 1 dies when rank 0 runs; rank 0 would wait for ever."""
+    """Rank 1 dies when rank 0 runs; rank 0 would wait for ever, and ignores a request to end."""
     mark = Path(folder) / "rank-0"
     if os.environ["RANK"] == "0":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         mark.write_text(str(os.getpid()))
         while True:
             time.sleep(1)
