@@ -3,6 +3,7 @@
 # make install  create .venv with everything for development
 # make test     install, then run every check: lint, format, types, tests, doctests
 # make test-mesh    every layout of a mesh (FSDP2, tensor parallel, replicas) with every schedule
+# make test-hosts   every launcher, many hosts (network namespaces) and every recovery
 # make format   fix and format with ruff
 # make bench    run the benchmarks; each prints ratios against a peer in the same run
 
@@ -15,7 +16,7 @@ CONFIG ?=
 ARGS ?=
 JOBS ?= 3
 
-.PHONY: install train test lint types unit test-mesh format bench clean
+.PHONY: install train test lint types unit test-mesh test-hosts format bench clean
 
 install: $(STAMP)
 
@@ -40,12 +41,15 @@ types: install
 
 # Tests start many processes: bytecode is compiled once for all of them. Some tests wait, so JOBS is a little more than
 # the cores; the slowest files start first (see conftest.py).
-unit test-mesh: export PYTHONDONTWRITEBYTECODE =
+unit test-mesh test-hosts: export PYTHONDONTWRITEBYTECODE =
 unit: install
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test-mesh: install
 	$(BIN)/python -m pytest -q -m mesh_matrix tests
+
+test-hosts: install
+	$(BIN)/python -m pytest -q -m host_matrix tests
 
 format: install
 	$(BIN)/ruff check --fix .
