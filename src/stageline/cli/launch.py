@@ -1,4 +1,4 @@
-"""`stageline launch`: run a script on several ranks of this machine."""
+"""`stageline launch`: run a script on several ranks of this machine or of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import runpy
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -31,8 +31,11 @@ def command(
         Path | None, typer.Option(help="Folder for the output of the ranks, rank-0.log and so on; else the terminal.")
     ] = None,
     timeout: Annotated[float | None, typer.Option(help="End the job after this many seconds.", min=0.1)] = None,
+    launcher: Annotated[
+        str, typer.Option(metavar="NAME", help="Where ranks run: processes of this machine, or ray, a Ray cluster.")
+    ] = "processes",
 ) -> None:
-    """Run a Python script on several ranks of this machine, each in a process of its own.
+    """Run a Python script on several ranks of this machine or of a Ray cluster, each in a process of its own.
 
     The ranks have the environment variables of torchrun, so scripts for torchrun run unchanged. If a rank fails, the
     others are ended, and the exit code is that of the rank that failed first: 128 plus its number for a signal.
@@ -40,16 +43,20 @@ def command(
     Examples:
       stageline launch -n 4 train.py --lr 3e-4
       stageline launch -n 2 -m stageline train job.toml
+      stageline launch --launcher ray -n 8 train.py
     """
-    from stageline.distributed.launchers.launcher import Job, describe, first_failure
+    from stageline.distributed.launchers.launcher import Job, describe, find_launcher, first_failure
     from stageline.distributed.launchers.processes import ProcessLauncher, default_processes
 
     if not module and not Path(script).is_file():
         near = nearest(script, [path.name for path in Path().glob("*.py")])
         raise StagelineError(f"there is no file {script}{near}; to run a module, use -m")
-    count = processes or default_processes()
+    chosen: Any = find_launcher(launcher) if launcher != "processes" else ProcessLauncher(logs=logs)
+    if logs is not None and launcher != "processes":
+        raise StagelineError(f"--logs is for the launcher processes, and --launcher is {launcher}")
+    count = processes or (chosen.slots() if launcher == "ray" else default_processes())
     job = Job(run_script, (script, arguments or [], module), count, timeout=timeout, returns=False)
-    culprit = first_failure(ProcessLauncher(logs=logs).run(job))
+    culprit = first_failure(chosen.run(job))
     if culprit is not None:
         where = f"; its output is in {logs / f'rank-{culprit.rank}.log'}" if logs is not None else ""
         typer.echo(f"stageline launch: {describe(culprit, count).splitlines()[0]}{where}", err=True)

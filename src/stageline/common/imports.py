@@ -1,4 +1,4 @@
-"""Import functions that are named as package.module:function."""
+"""Import functions that are named as package.module:function, and optional libraries."""
 
 from __future__ import annotations
 
@@ -38,3 +38,22 @@ def find_function(name: str) -> Callable[..., Any]:
         near = nearest(function_name, [attribute for attribute in dir(module) if not attribute.startswith("_")])
         raise StagelineError(f"{module_name} has no function {function_name!r}{near}")
     return function  # type: ignore[no-any-return]
+
+
+def require(library: str, what: str, install: str = "") -> Any:
+    """Import an optional library; raise `StagelineError` with the install command if it is missing.
+
+    >>> require("math", "the square root").sqrt(4.0)
+    2.0
+    >>> require("no_such_library", "the launcher x", "'stageline[x]'")
+    Traceback (most recent call last):
+        ...
+    stageline.StagelineError: the launcher x needs no_such_library, which cannot be imported (No module named
+    'no_such_library'): pip install 'stageline[x]'
+    """
+    try:
+        return importlib.import_module(library)
+    except ImportError as error:
+        raise StagelineError(
+            f"{what} needs {library}, which cannot be imported ({error}): pip install {install or library}"
+        ) from error

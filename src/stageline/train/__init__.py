@@ -2,6 +2,7 @@
 
 Read in order: `trainer`, `setup`, `layout` (ranks, replicas, batches), `task` (model and loss), `gpt` (the built-in
 model), `step`, `optimizers`, `pipeline_state` (weights and optimizer in a checkpoint), `checkpoint_state`,
-`run_folder`, `output`, `events`, `screen` and `preflight` (checks without training); then the subpackages `config/`,
-`data/`, `checkpoint/` and `report/`. Nothing here knows how a pipeline step runs: that is `stageline.runtime`.
+`run_folder`, `output`, `events`, `screen`, `preflight` (checks without training) and `ray_trainer` (a job on a Ray
+cluster); then the subpackages `config/`, `data/`, `checkpoint/` and `report/`. Nothing here knows how a pipeline step
+runs: that is `stageline.runtime`.
 """

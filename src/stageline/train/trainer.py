@@ -92,11 +92,13 @@ class Trainer:
         model: Callable[[], nn.Module] | None = None,
         loss_fn: Callable[[Any, Any], Any] | None = None,
         data: Data | Iterable[Any] | None = None,
+        on_step: Callable[[int, StepResult], object] | None = None,
     ) -> None:
         """`config` is a `Config`, the path of a TOML file, or None for the built-in default.
 
         `model` builds the model, `loss_fn` is its loss, and `data` is an iterable of samples (inputs and targets, or a
-        dict) or the result of `open_data`; each replaces what the configuration names.
+        dict) or the result of `open_data`; each replaces what the configuration names. `on_step` is called on every
+        process with the number and the figures of each step.
         """
         self.config = config if isinstance(config, Config) else read_config(config)
         validate(self.config)
@@ -104,6 +106,7 @@ class Trainer:
         self.folder = RunFolder(self.config.job.dump_folder)
         self.setup = Setup(self.config, self.layout, self.folder, model, loss_fn, data)
         self.progress = TrainingProgress()
+        self._on_step = on_step
         self._loss: float | None = None
         self._validation_loss: float | None = None
 
@@ -288,6 +291,8 @@ class Trainer:
             self._loss = result.loss
             self.output.step(self.progress.step, result, fraction, time.perf_counter() - started)
             self.checkpoints.report()
+            if self._on_step is not None:
+                self._on_step(self.progress.step, result)
             started = time.perf_counter()
 
     def _rate(self, step: int) -> float:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from stageline.common.errors import LaunchError, PipelineError, StagelineError, TransportError, nearest, shorten
 
-LAUNCHERS = {"processes": "ProcessLauncher", "threads": "ThreadLauncher"}
+LAUNCHERS = {"processes": "ProcessLauncher", "threads": "ThreadLauncher", "ray": "RayLauncher"}
 """The classes of the launchers by name; the module of each has its name."""
 
 
@@ -74,6 +74,7 @@ def launch(
     - "processes": one process per rank on this machine, forked from a server that has imported torch.
     - "threads": the function is called once, in this process, with STAGELINE_RANKS set; its pipelines run their ranks
       as threads. The list has one result.
+    - "ray": one actor per rank in a placement group of a Ray cluster (see `launchers.ray.RayLauncher`).
     - an object with a method `run` (see `Launcher`).
 
     If a rank raises an exception, dies, or the job takes longer than `timeout` seconds, the other ranks are ended and

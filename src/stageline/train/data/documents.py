@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from stageline.common.errors import StagelineError, nearest, shorten
 from stageline.common.files import atomic_file
+from stageline.common.imports import require
 from stageline.train.data.source import Tokens, digest
-from stageline.train.data.tokenizer import Tokenizer, encode_documents, require, smallest
+from stageline.train.data.tokenizer import Tokenizer, encode_documents, smallest
 
 LIBRARY_BYTES = 4_000_000
 """Maximum number of bytes to read of the standard library."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stageline.common.errors import StagelineError
+from stageline.common.imports import require
 
 MAX_CHARACTERS = 4_000_000
 """Characters passed to a tokenizer file at once; a longer document is split at line ends."""
@@ -152,13 +152,3 @@ def _groups(documents: Iterable[str]) -> Iterator[list[tuple[bool, str]]]:
 def smallest(size: int) -> np.dtype[Any]:
     """Return the smallest unsigned integer dtype for tokens below a size."""
     return np.dtype(np.uint8 if size <= 1 << 8 else np.uint16 if size <= 1 << 16 else np.uint32)
-
-
-def require(library: str, what: str, install: str = "") -> Any:
-    """Import an optional library; raise `StagelineError` with the install command if it is missing."""
-    try:
-        return import_module(library)
-    except ImportError as error:
-        raise StagelineError(
-            f"{what} needs {library}, which cannot be imported ({error}): pip install {install or library}"
-        ) from error
