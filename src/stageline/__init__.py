@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         StagelineError,
     )
     from stageline.distributed.launchers.launcher import launch
+    from stageline.distributed.recovery import rejoin
     from stageline.model.build.build import build
     from stageline.model.build.weights import load_weights
     from stageline.model.huggingface import own_loss
@@ -111,6 +112,7 @@ __all__ = [
     "read_profile",
     "read_schedule",
     "read_timeline",
+    "rejoin",
     "save_checkpoint",
     "schedule",
     "simulate",
@@ -138,6 +140,7 @@ _MODULES = {
     "timeline.timeline": "Timeline",
     "synthesis.synthesize": "Synthesis synthesize",
     "distributed.launchers.launcher": "launch",
+    "distributed.recovery": "rejoin",
     "model.build.build": "build",
     "model.build.weights": "load_weights",
     "model.huggingface": "own_loss",

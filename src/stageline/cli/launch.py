@@ -12,6 +12,8 @@ import typer
 
 from stageline.common.errors import StagelineError, nearest
 
+TRAINING = ("stageline.cli.train", "stageline.train.trainer", "stageline.train.report")
+"""What the ranks of `stageline launch -m stageline train` import."""
 SETTINGS = {"context_settings": {"ignore_unknown_options": True, "allow_interspersed_args": False}}
 
 
@@ -34,11 +36,16 @@ def command(
     launcher: Annotated[
         str, typer.Option(metavar="NAME", help="Where ranks run: processes of this machine, or ray, a Ray cluster.")
     ] = "processes",
+    max_restarts: Annotated[int, typer.Option(help="How many losses of a rank the job survives.", min=0)] = 0,
+    on_loss: Annotated[
+        str, typer.Option(metavar="ACTIONS", help="What may be done about a lost rank, in this order.")
+    ] = "restart,spare",
 ) -> None:
     """Run a Python script on several ranks of this machine or of a Ray cluster, each in a process of its own.
 
     The ranks have the environment variables of torchrun, so scripts for torchrun run unchanged. If a rank fails, the
-    others are ended, and the exit code is that of the rank that failed first: 128 plus its number for a signal.
+    others are ended, and the exit code is that of the rank that failed first: 128 plus its number for a signal. With
+    --max-restarts, a rank that is killed is started again.
 
     Examples:
       stageline launch -n 4 train.py --lr 3e-4
@@ -47,6 +54,7 @@ def command(
     """
     from stageline.distributed.launchers.launcher import Job, describe, find_launcher, first_failure
     from stageline.distributed.launchers.processes import ProcessLauncher, default_processes
+    from stageline.distributed.recovery_policy import Recovery
 
     if not module and not Path(script).is_file():
         near = nearest(script, [path.name for path in Path().glob("*.py")])
@@ -55,7 +63,10 @@ def command(
     if logs is not None and launcher != "processes":
         raise StagelineError(f"--logs is for the launcher processes, and --launcher is {launcher}")
     count = processes or (chosen.slots() if launcher == "ray" else default_processes())
-    job = Job(run_script, (script, arguments or [], module), count, timeout=timeout, returns=False)
+    words = (script, arguments or [], module)
+    recovery = Recovery(max_restarts, tuple(action.strip() for action in on_loss.split(",") if action.strip()))
+    modules = TRAINING if module and script == "stageline" else ()
+    job = Job(run_script, words, count, timeout=timeout, returns=False, recovery=recovery, modules=modules)
     culprit = first_failure(chosen.run(job))
     if culprit is not None:
         where = f"; its output is in {logs / f'rank-{culprit.rank}.log'}" if logs is not None else ""

@@ -5,5 +5,5 @@ runs programs that it is handed; it knows no stage and no autograd.
 
 Read in order: `layout`, `rank_host` (the protocols), `failures` (errors of steps and jobs), `thread_host`; then
 `bootstrap` (joining a job), `process_groups`, `communicators` (NCCL), `collectives`, `process_host` and, for jobs that
-lose a rank, `process_exit`. `launchers/` starts the processes of a job.
+lose a rank, `process_exit`, `recovery_policy`, `attempts` and `recovery`. `launchers/` starts the processes of a job.
 """

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from stageline.common.errors import PipelineError, StagelineError
+from stageline.common.errors import ControlError, PipelineError, StagelineError
+from stageline.distributed import attempts
 from stageline.distributed._torch_private import TCPStore, default_store
 from stageline.distributed.communicators import quiet_groups
 from stageline.distributed.failures import BLAME, note_record
@@ -66,9 +67,17 @@ class Meeting:
         self.name = drawn = secrets.token_hex(8)
         if rank:
             store.set(_HELLO.format(rank), drawn)
-            store.wait([_ANSWER.format(drawn)], datetime.timedelta(seconds=patience))
+            self._await_answer(_ANSWER.format(drawn), patience)
             self.name = store.get(_ANSWER.format(drawn)).decode()
             store.set(_HEARD.format(self.name, rank), "1")
+
+    def _await_answer(self, key: str, patience: float) -> None:
+        """Wait for rank 0; where a launcher replaces lost ranks, look whether it was lost meanwhile."""
+        recovers, end = attempts.number_of() is not None, time.monotonic() + patience
+        while recovers and time.monotonic() < end and not self._store.check([key]):
+            _refuse_superseded()
+            time.sleep(0.02)
+        self._store.wait([key], datetime.timedelta(seconds=0.1 if recovers else patience))
 
     def answer(self, over: Callable[[], bool]) -> None:
         """On rank 0: answer the others until all know the name or `over()` is true."""
@@ -106,7 +115,7 @@ class JobChannel:
         self.control = control = MonitorClient.start(rank, ranks, share, deadline, host=host)
         end = time.monotonic() + 2 * deadline + 10
         if rank == 0:
-            meeting.answer(lambda: control.verdict() is not None or time.monotonic() > end)
+            meeting.answer(lambda: control.verdict() is not None or time.monotonic() > end or attempts.superseded())
 
     def next_prefix(self) -> str:
         """A prefix in the store for one more set of groups; all processes make them in the same order."""
@@ -120,9 +129,14 @@ _channels: dict[tuple[int, ...], JobChannel] = {}
 
 def open_channel(store: Any, rank: int, ranks: int, deadline: float) -> JobChannel:
     """Open the control channel of a new rendezvous, and close those of an earlier one."""
+    leave_channels()
+    return _channels.setdefault((), JobChannel(store, rank, ranks, deadline))
+
+
+def leave_channels() -> None:
+    """Close the control channels of a job that this process leaves."""
     while _channels:
         _channels.popitem()[1].control.close()
-    return _channels.setdefault((), JobChannel(store, rank, ranks, deadline))
 
 
 def default_channel(deadline: float) -> JobChannel:
@@ -164,8 +178,14 @@ def lost_rank() -> str:
     >>> lost_rank()
     ''
     """
-    verdicts = (channel.control.final for channel in _channels.values())
-    return next((str(verdict) for verdict in verdicts if verdict is not None), "")
+    verdict = final_verdict()
+    return "" if verdict is None else str(verdict)
+
+
+def final_verdict() -> Verdict | None:
+    """The verdict that ended this job; None while it runs."""
+    verdicts = (channel.control.final for channel in list(_channels.values()))
+    return next((verdict for verdict in verdicts if verdict is not None), None)
 
 
 def own_host(environment: Mapping[str, str], reached: str) -> str:
@@ -229,8 +249,13 @@ def job_host(deadline: float) -> RankHost:
 def _join(deadline: float) -> None:
     """Meet the other ranks. The control channel, which needs only rank 0, names a rank that does not start."""
     store, rank, ranks = _find_store(deadline)
+    attempt = attempts.number_of()
+    if attempt is not None:
+        _refuse_superseded()
+        attempts.announcements().arrive(rank, attempt)
+        store = PrefixStore(f"attempt/{attempt}", store)
     channel = open_channel(PrefixStore("stageline", store), rank, ranks, deadline)
-    verdict = channel.control.everyone(timeout=2 * deadline + 10)
+    verdict = _await_everyone(channel.control, timeout=2 * deadline + 10)
     if verdict is not None:
         raise _not_started(channel.control, verdict)
     backend = "cpu:gloo,cuda:nccl" if has_own_gpu(os.environ) else "gloo"
@@ -244,6 +269,21 @@ def _join(deadline: float) -> None:
     if backend != "gloo":
         destroy_at_exit()
     channel.group = weakref.ref(dist.group.WORLD)
+
+
+def _await_everyone(control: MonitorClient, timeout: float) -> Verdict | None:
+    """Wait until every rank is connected; where a launcher replaces lost ranks, look whether one was lost before."""
+    end = time.monotonic() + timeout
+    while attempts.number_of() is not None and time.monotonic() < end:
+        with suppress(ControlError):  # not all are there yet
+            return control.everyone(timeout=0.1)
+        _refuse_superseded()
+    return control.everyone(timeout)
+
+
+def _refuse_superseded() -> None:
+    if attempts.superseded():
+        raise PipelineError("another rank was lost while the job recovered from the loss of one")
 
 
 def _find_store(deadline: float) -> tuple[Any, int, int]:

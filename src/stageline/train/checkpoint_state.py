@@ -108,19 +108,24 @@ def resume(checkpoint: Checkpoint, setup: Setup, optimizer: Optimizer, scale: Lo
             f"{checkpoint.path} was trained with {state['per_step']} samples in a step, and this job has "
             f"{per_step}; set training.global_batch_size to {state['per_step']}"
         )
-    position = setup.loader.load_state_dict(state["data"])
     load_weights_of(setup.pipe, checkpoint)
     optimizer.load(read_states(setup.pipe, optimizer.parameters, checkpoint))
-    scale.load(state["scale"])
-    setup.pipe.steps = int(state["pipeline_steps"])
-    set_random_state(state["random"])
     if state["threads"] != torch.get_num_threads():
         setup.notes.append(
             f"the run had {state['threads']} threads per rank and this machine gives {torch.get_num_threads()}: "
             "numbers may differ in their last bits (OMP_NUM_THREADS sets it)"
         )
+    return resume_progress(checkpoint.step, state, setup, scale)
+
+
+def resume_progress(step: int, state: Mapping[str, Any], setup: Setup, scale: LossScale) -> TrainingProgress:
+    """Load what `job_state` returned: loss scale, position and random numbers."""
+    position = setup.loader.load_state_dict(state["data"])
+    scale.load(state["scale"])
+    setup.pipe.steps = int(state["pipeline_steps"])
+    set_random_state(state["random"])
     owed = bool(state.get("validation_owed", False))
-    return TrainingProgress(checkpoint.step, position, float(state["best"]), int(state["since_best"]), owed)
+    return TrainingProgress(step, position, float(state["best"]), int(state["since_best"]), owed)
 
 
 def random_state() -> dict[str, Any]:

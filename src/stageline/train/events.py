@@ -73,8 +73,10 @@ class Logs:
         with self._lock:
             if self._closed:
                 raise StagelineError(f"the logs of {self.folder} are closed; cannot log {shorten(full)}")
-            if self._file is None:
-                self._file = MetricsFile(self.folder / METRICS, full["step"] if event == "start" else None)
+            if self._file is None or event == "recovery":
+                if self._file is not None:
+                    self._file.close()
+                self._file = MetricsFile(self.folder / METRICS, full["step"] if event in RETURNS else None)
             self._file.write(full)
             self._print(full)
             if self._board is not None:
@@ -109,6 +111,9 @@ class Logs:
                 step, total = row["step"], self.total_steps
                 again = f"resumed from step {step}: {max(0, total - step)} of {_steps(total)} to go"
                 self._screen.say(again if row.get("resumed") else f"started: {_steps(total)}", "bold")
+            case "recovery":
+                self._begin(row)
+                self._screen.say(recovery_text(row), "yellow")
             case "validation":
                 self._screen.say(f"validation at step {row['step']}: {_validation(row)}", "magenta")
             case "checkpoint":
@@ -149,6 +154,19 @@ class Logs:
 
 def _steps(count: int) -> str:
     return f"{count} step" if count == 1 else f"{count} steps"
+
+
+def recovery_text(row: Row) -> str:
+    """A recovery as a sentence.
+
+    >>> recovery_text({"step": 7, "lost": ["rank 2 was killed by SIGKILL"], "action": "restart", "seconds": 1.8,
+    ...     "state": "memory"})
+    'rank 2 was killed by SIGKILL: restart, back to step 7 from memory after 1.80 s'
+    """
+    lost, seconds = row.get("lost"), number_or_none(row.get("seconds"))
+    names = ", ".join(map(str, lost)) if isinstance(lost, list) else "a rank was lost"
+    text = f"{names}: {row.get('action')}, back to step {row['step']} from {row.get('state')}"
+    return text if seconds is None else f"{text} after {format_duration(seconds)}"
 
 
 def _validation(row: Row) -> str:
@@ -211,6 +229,8 @@ Row = dict[str, Any]
 LARGEST_STEP = 10**12
 # JSON cannot represent these. Python's float and JavaScript's Number both read the strings.
 WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+RETURNS = ("start", "recovery")
+"""Events with a step to which the job returned: what was logged of later steps no longer counts."""
 REPEATED = ("step", "validation", "checkpoint", "timeline")
 """Events that occur once per step: of two in a file, the later one counts."""
 
@@ -275,7 +295,7 @@ def read_metrics(path: str | Path) -> History:
             broken += bool(line.strip())
             continue
         event, step = row["event"], row["step"]
-        if event == "start":
+        if event in RETURNS:
             rows = {key: earlier for key, earlier in rows.items() if earlier["step"] <= step}
         key = (event, step, 0) if event in REPEATED else (event, step, number + 1)
         rows.pop(key, None)  # the later one is also later in the order

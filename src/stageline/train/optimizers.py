@@ -69,6 +69,12 @@ class Optimizer:
         ]
         for group in self.groups:
             group["initial_lr"] = group["lr"]
+        self._owners = {
+            parameter: optimizer
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
 
     def _make(self, kind: str, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         config = self.config
@@ -139,7 +145,7 @@ class Optimizer:
         """Return the state by parameter name, including master weights."""
         state: State = {}
         for name, parameter in self._trained().items():
-            slots = self._owner(parameter).state.get(parameter, {})
+            slots = self._owners[parameter].state.get(parameter, {})
             state[name] = {slot: torch.as_tensor(value) for slot, value in slots.items() if value is not None}
             if name in self.masters:
                 state[name]["master"] = self.masters[name].detach()
@@ -154,7 +160,7 @@ class Optimizer:
                 with torch.no_grad():
                     weights = self.parameters[name] if master is None else master
                     self.masters[name].copy_(part_like(weights, self.masters[name]))
-            owner = self._owner(parameter)
+            owner = self._owners[parameter]
             owner.state.pop(parameter, None)
             if slots:
                 for slot, value in slots.items():
@@ -168,12 +174,6 @@ class Optimizer:
 
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: self.masters.get(name, parameter) for name, parameter in self.parameters.items()}
-
-    def _owner(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
-        for optimizer in self._optimizers:
-            if any(parameter is member for group in optimizer.param_groups for member in group["params"]):
-                return optimizer
-        raise AssertionError("every parameter is in a group")
 
 
 def place_slots(

@@ -40,6 +40,12 @@ class Output:
         self._measured: Timeline | None = None
         self._num_replans = 0
         self._sample_interrupted = False
+        self._recovery: dict[str, Any] = {}
+        self._marks_until = 0
+
+    def mark_steps(self, until: int, recovery: dict[str, Any]) -> None:
+        """Log a recovery with every step that it affected: those that are repeated, and the first new one."""
+        self._recovery, self._marks_until = recovery, until
 
     def begin(self, resumed: bool) -> None:
         """Print and save what is about to be trained."""
@@ -99,6 +105,7 @@ class Output:
             planned_bubble=self._planned.bubble,
             memory=memory_in_use(setup.layout.device),
             **({"scale": result.scale, "skipped": result.skipped} if scaled else {}),
+            **({"recovery": self._recovery} if step <= self._marks_until else {}),
         )
         for replan in setup.pipe.replans[self._num_replans :]:
             self._planned = replan.timeline

@@ -77,7 +77,8 @@ class Setup:
         self.batches = batch_sizes(self.config, self.layout.replicas)
         precision_note = self._disable_broken_kernels()
         self._join_processes()  # communicates
-        self.open_data()
+        if not hasattr(self, "data"):  # else this process survived the loss of another one
+            self.open_data()
         self._claim_folder()  # communicates
         self._check_shared_folder()  # communicates
         zero_replicas = "" if self.config.parallelism.data_parallel_replicate_degree else ZERO_REPLICAS
@@ -184,7 +185,7 @@ class Setup:
         if file := config.parallelism.pipeline_parallel_schedule_csv:  # its contents may have changed
             with suppress(OSError):
                 request["file"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
-        choice = load_choice(path, request) if self.resumes else None
+        choice = getattr(self, "choice", None) or (load_choice(path, request) if self.resumes else None)
         if choice is None:
             measured, memory = self._profile()
             choice, note = choose_schedule(

@@ -16,9 +16,11 @@ import torch
 from torch import nn
 
 from stageline.common.interrupts import StopSignals
+from stageline.distributed.attempts import Attempt
 from stageline.distributed.failures import OutOfMemory
 from stageline.distributed.rank_host import RankHost, decide_together
 from stageline.faults.flight_recorder import flights_into
+from stageline.train.checkpoint import published, step_name
 from stageline.train.checkpoint_state import (
     JobCheckpoints,
     TrainingProgress,
@@ -26,6 +28,7 @@ from stageline.train.checkpoint_state import (
     job_state,
     load_initial_weights,
     resume,
+    resume_progress,
 )
 from stageline.train.config.config import Config
 from stageline.train.config.io import read_config
@@ -35,6 +38,7 @@ from stageline.train.events import Logs, read_metrics
 from stageline.train.layout import JobLayout, find_job_layout
 from stageline.train.optimizers import Optimizer, outer_parameters, rate
 from stageline.train.output import Output
+from stageline.train.recovery import JobRecovery
 from stageline.train.run_folder import FLIGHT, METRICS, RunFolder
 from stageline.train.screen import put
 from stageline.train.setup import Setup, in_config_words
@@ -107,8 +111,11 @@ class Trainer:
         self.setup = Setup(self.config, self.layout, self.folder, model, loss_fn, data)
         self.progress = TrainingProgress()
         self._on_step = on_step
+        self.recovery = JobRecovery(self.config.recovery.memory_interval)
         self._loss: float | None = None
         self._validation_loss: float | None = None
+        self._reported = 0
+        self._training = False
 
     @property
     def step(self) -> int:
@@ -128,29 +135,52 @@ class Trainer:
     def run(self) -> Result:
         """Train until the last step, the time limit, an early stop or a signal; every process calls this."""
         self._started = time.monotonic()
-        flights = flights_into(self.folder.path / FLIGHT)
-        with _process_settings(self.config, self.layout), flights, StopSignals() as self._stop:
-            try:
-                self.setup.prepare()
-                resumed = self._prepare()
-                steps = self.config.training.steps
-                with Logs(self.config, self.folder.path, main=self.layout.main, total_steps=steps) as self.logs:
-                    why = self._is_complete() and self._why_no_more_steps()
-                    return self._report_complete(why) if why else self._run(resumed)
-            finally:
-                self.folder.release()
+        flights, steps = flights_into(self.folder.path / FLIGHT), self.config.training.steps
+        logs = Logs(self.config, self.folder.path, main=self.layout.main, total_steps=steps)
+        with _process_settings(self.config, self.layout), flights, StopSignals() as self._stop, logs as self.logs:
+            while True:
+                try:
+                    return self._attempt()
+                except BaseException as error:
+                    if isinstance(error, Exception) and self._recovers(error):
+                        continue
+                    if self._training:
+                        self.logs.event("end", step=self.step, why=f"failed: {type(error).__name__}: {error}")
+                    raise
+                finally:
+                    self.folder.release()
+
+    def _attempt(self) -> Result:
+        """Start the job, or start it again in this process after another one was lost, and train to the end."""
+        self.setup.prepare()
+        resumed = self._prepare()
+        why = self._is_complete() and self._why_no_more_steps()
+        return self._report_complete(why) if why else self._run(resumed)
+
+    def _recovers(self, error: Exception) -> bool:
+        """Whether the launcher replaces a rank that was lost; then this process has joined the next attempt."""
+        reported = self.progress.step
+        try:
+            self.recovery.rejoin(error)
+        except Exception:
+            return False
+        self._reported = max(self._reported, reported)
+        return True
 
     # Before the first step.
 
     def _prepare(self) -> bool:
-        """Make the optimizer, and load a checkpoint if there is one; return whether the run resumes."""
+        """Make the optimizer, and load the newest state if there is one; return whether the run resumes."""
         config, setup = self.config, self.setup
         self.pipe, self.host = setup.pipe, setup.host
         load_step = config.checkpoint.load_step
         checkpoint = None
-        if setup.resumes or load_step >= 0:
-            checkpoint = find_checkpoint(self.folder.path / config.checkpoint.folder, load_step, self.host)
-        if checkpoint is None and config.checkpoint.initial_load_path:
+        recovers = self.recovery.attempt is not None
+        in_memory = self.recovery.common_step(self.host, self.layout.processes) if recovers else None
+        if in_memory is None and (setup.resumes or load_step >= 0):
+            step = -1 if recovers and setup.resumes else load_step
+            checkpoint = find_checkpoint(self.folder.path / config.checkpoint.folder, step, self.host)
+        if checkpoint is None and in_memory is None and config.checkpoint.initial_load_path:
             load_initial_weights(self.pipe, config.checkpoint.initial_load_path, self.host)
         self.scale = LossScale(config.training.mixed_precision_param == "float16")
         self.optimizer = Optimizer(
@@ -169,11 +199,18 @@ class Trainer:
             max_norm=config.training.max_norm,
             total=self._sum_over_replicas,
         )
-        if checkpoint is not None:
+        self.progress = TrainingProgress()
+        if in_memory is not None:
+            state = self.recovery.restore(in_memory, self.pipe, self.optimizer)
+            self.progress = resume_progress(in_memory, state, setup, self.scale)
+        elif checkpoint is not None:
             self.progress = resume(checkpoint, setup, self.optimizer, self.scale)
             checkpoint.close()
+        self._restored = (
+            "memory" if in_memory is not None else "a checkpoint" if checkpoint is not None else "the start"
+        )
         self.validation = self._make_validation()
-        return checkpoint is not None
+        return checkpoint is not None or recovers
 
     def _sum_over_replicas(self, value: float) -> float:
         if self.layout.replicas == 1:
@@ -232,8 +269,12 @@ class Trainer:
     def _run(self, resumed: bool) -> Result:
         layout, setup, progress = self.layout, self.setup, self.progress
         self.output = Output(setup, self.logs, self._stop)
-        self.output.begin(resumed)
-        self.logs.event("start", step=progress.step, resumed=resumed)
+        if self.recovery.attempt is None:
+            self.output.begin(resumed)
+            self.logs.event("start", step=progress.step, resumed=resumed)
+        else:
+            self._report_recovery(self.recovery.attempt)
+        self._training = True
         checkpoints = JobCheckpoints(setup, self.optimizer, self.logs)
         batches = Prefetch(
             setup.loader,
@@ -243,20 +284,32 @@ class Trainer:
             local=setup.batches.local,
         )
         with checkpoints as self.checkpoints, batches as self.batches:
-            try:
-                why = self._loop()
-                self.checkpoints.finish()
-                self.output.finish(progress.step, why)
-            except BaseException as error:
-                self.logs.event("end", step=progress.step, why=f"failed: {type(error).__name__}: {error}")
-                raise
+            why = self._loop()
+            self.checkpoints.finish()
+            self.output.finish(progress.step, why)
         self.logs.event("end", step=progress.step, why=why)
         self.output.report()
         return Result(progress.step, why, self._loss, self._validation_loss, self.folder.path)
 
+    def _report_recovery(self, attempt: Attempt) -> None:
+        """Log what was lost and what was done; the steps that follow, up to the first new one, are marked with it."""
+        step = self.progress.step
+        if self.layout.main:
+            earlier = (
+                read_metrics(self.folder.path / METRICS).of("step") if (self.folder.path / METRICS).is_file() else []
+            )
+            self._reported = max([self._reported, *(row["step"] for row in earlier)])
+            self.recovery.complete()
+        recovery = {"lost": list(attempt.lost), "action": attempt.action, "seconds": time.time() - attempt.moment}
+        self.logs.event("recovery", step=step, attempt=attempt.number, state=self._restored, **recovery)
+        self.output.mark_steps(self._reported + 1, recovery)
+
     def _loop(self) -> str:
         """Train, validate and save until a step is the last one; return why."""
         config, progress = self.config, self.progress
+        self._copy_state()
+        if self.recovery.attempt is not None and config.checkpoint.enable and self._lost_checkpoint():
+            self._save(background=config.checkpoint.async_mode == "async")
         while True:
             must_validate = progress.validation_pending
             if not must_validate:
@@ -271,11 +324,30 @@ class Trainer:
             why = self._agree_to_stop() or ("early stop" if stops_early else "")
             why = why or ("finished" if progress.step >= config.training.steps else "")
             if config.checkpoint.enable and (why or self._is_due(config.checkpoint.interval)):
-                background = not why and config.checkpoint.async_mode == "async"
-                state = job_state(self.setup, progress, self.scale)
-                self.checkpoints.save(progress.step, state, background=background)
+                self._save(background=not why and config.checkpoint.async_mode == "async")
             if why:
                 return why
+            self._copy_state()
+
+    def _save(self, *, background: bool) -> None:
+        state = job_state(self.setup, self.progress, self.scale)
+        self.checkpoints.save(self.progress.step, state, background=background)
+
+    def _lost_checkpoint(self) -> bool:
+        """Whether the checkpoint of this step was lost with the rank that wrote it; all processes call this."""
+        folder = self.folder.path / self.config.checkpoint.folder
+        is_due = self.progress.step > 0 and self._is_due(self.config.checkpoint.interval)
+        return is_due and bool(
+            decide_together(
+                self.host, lambda: all(path.name != step_name(self.progress.step) for path in published(folder))
+            )
+        )
+
+    def _copy_state(self) -> None:
+        """Copy the state of this process to host memory, from which a lost rank is restored."""
+        if self.recovery.is_due(self.progress.step):
+            state = job_state(self.setup, self.progress, self.scale)
+            self.recovery.copy_state(self.progress.step, self.pipe, self.optimizer, state)
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.progress.step % every == 0
@@ -343,13 +415,14 @@ class Trainer:
         """Return why to stop: a signal to any process, or the time limit; all processes get the same answer."""
         limit = self.config.training.time_limit * 60
         timed_out = self.layout.main and limit > 0 and time.monotonic() - self._started > limit
-        flags = np.zeros((self.layout.processes, 3))
-        flags[self.layout.rank] = self._stop.number, timed_out, self.checkpoints.failed
+        flags = np.zeros((self.layout.processes, 4))
+        flags[self.layout.rank] = self._stop.number, timed_out, self.checkpoints.failed, self.recovery.wanted_interval
         if self.layout.processes > 1:
-            flags = self.host.all_reduce(flags.reshape(-1)).reshape(-1, 3)
+            flags = self.host.all_reduce(flags.reshape(-1)).reshape(-1, 4)
         if flags[:, 2].any():
             self.checkpoints.fail(int(flags[:, 2].argmax()))
-        number, any_timed_out, _ = flags.max(axis=0)
+        number, any_timed_out, _, interval = flags.max(axis=0)
+        self.recovery.agree_on_interval(interval)
         if number:
             return f"stopped by {signal.Signals(int(number)).name}"
         return "time limit" if any_timed_out else ""

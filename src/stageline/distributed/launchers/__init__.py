@@ -3,5 +3,6 @@
 One file a launcher; a launcher knows no pipeline. `slurm` and torchrun start the processes themselves: there, a rank
 only reads its place from the environment.
 
-Read in order: `launcher` (the protocol, and `sl.launch`), `processes`, `fork_server`, `threads`, `ray`, `slurm`.
+Read in order: `launcher` (the protocol, and `sl.launch`), `processes`, `replacements` (of lost ranks),
+`fork_server`, `threads`, `ray`, `slurm`.
 """

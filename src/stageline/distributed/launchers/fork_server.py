@@ -19,6 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -98,6 +99,11 @@ class ForkServer:
         """
         work = {"script": str(Path(script).resolve()), "function": function, "arguments": list(arguments)}
         return self._order(work | {"log": str(Path(log).resolve())}, {**os.environ, **(environment or {})})
+
+    def preload(self, modules: Sequence[str]) -> None:
+        """Import modules in the server, so that processes that start later need not."""
+        if modules:
+            self._socket.sendall(json.dumps({"import": list(modules)}).encode() + b"\n")
 
     def call(
         self,
@@ -235,7 +241,11 @@ def main(descriptor: int) -> None:
                 break
             *lines, buffer = (buffer + data).split(b"\n")
             for line in lines:
-                work = _fork(json.loads(line), running, modules, orders, outputs)
+                order = json.loads(line)
+                if "import" in order:
+                    _preload(order["import"])
+                    continue
+                work = _fork(order, running, modules, orders, outputs)
                 if work is not None:
                     selector.close()
                     return work()  # and end as an interpreter does
@@ -245,6 +255,12 @@ def main(descriptor: int) -> None:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     return None
+
+
+def _preload(modules: Sequence[str]) -> None:
+    for name in modules:
+        with suppress(Exception):  # a process that needs it reports why it fails
+            importlib.import_module(name)
 
 
 def _reap(running: set[int], orders: socket.socket) -> None:

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any, Protocol, runtime_checkable
 
 from stageline.common.errors import LaunchError, PipelineError, StagelineError, TransportError, nearest, shorten
+from stageline.distributed.recovery_policy import Recovery
 
 LAUNCHERS = {"processes": "ProcessLauncher", "threads": "ThreadLauncher", "ray": "RayLauncher"}
 """The classes of the launchers by name; the module of each has its name."""
@@ -27,6 +28,10 @@ class Job:
     """Seconds for the whole job."""
     returns: bool = True
     """Whether results and exceptions come back; otherwise exceptions are printed, and exit codes come back."""
+    recovery: Recovery = field(default_factory=Recovery)
+    """What to do about a lost rank."""
+    modules: tuple[str, ...] = ()
+    """Modules that every rank imports; a launcher may import them once, for all ranks."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,8 @@ def launch(
     launcher: str | Launcher = "processes",
     environment: Mapping[str, str] | None = None,
     timeout: float | None = None,
+    max_restarts: int = 0,
+    on_loss: Sequence[str] = ("restart", "spare"),
 ) -> list[Any]:
     """Call `function(*arguments)` on every rank of a new job, and return the results by rank.
 
@@ -77,6 +84,9 @@ def launch(
     - "ray": one actor per rank in a placement group of a Ray cluster (see `launchers.ray.RayLauncher`).
     - an object with a method `run` (see `Launcher`).
 
+    With `max_restarts`, a rank that dies is started again, that many times in all. The others get a `PipelineError`:
+    a function that calls `sl.rejoin` with it keeps its process and joins the new rank; any other ends, and is called
+    again, too. `on_loss` lists what may be done about a lost rank (see docs/recovery.md).
     If a rank raises an exception, dies, or the job takes longer than `timeout` seconds, the other ranks are ended and
     a `LaunchError` names the rank that failed first.
 
@@ -91,7 +101,8 @@ def launch(
     if timeout is not None and not timeout > 0:
         raise StagelineError(f"timeout is a number of seconds above 0, or None; got {shorten(timeout)}")
     variables = {str(name): str(value) for name, value in (environment or {}).items()}
-    job = Job(function, arguments, processes, variables, timeout)
+    recovery = Recovery(max_restarts, tuple(on_loss))
+    job = Job(function, arguments, processes, variables, timeout, recovery=recovery)
     outcomes = find_launcher(launcher).run(job)
     culprit = first_failure(outcomes)
     if culprit is not None:

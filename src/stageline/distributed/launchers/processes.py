@@ -16,8 +16,10 @@ import torch
 
 from stageline.common.errors import StagelineError
 from stageline.distributed._torch_private import TCPStore
+from stageline.distributed.attempts import MEMORY, NUMBER, Announcements
 from stageline.distributed.launchers.fork_server import Child, ForkServer, read_answer, shared_server
 from stageline.distributed.launchers.launcher import Job, Outcome
+from stageline.distributed.launchers.replacements import Replacements, host_memory
 
 PATIENCE = 10.0
 """Seconds that the other ranks have to end by themselves when one has failed; then they are asked, and then killed."""
@@ -48,12 +50,19 @@ class ProcessLauncher:
         if self._logs is not None:
             self._logs.mkdir(parents=True, exist_ok=True)
         server = shared_server()  # imports torch while this process opens the store
+        server.preload(job.modules)
         # The ranks meet at a store of this process, so no port can be taken by others before rank 0 listens.
         store = TCPStore("127.0.0.1", 0, None, True, datetime.timedelta(seconds=300), wait_for_workers=False)
-        with tempfile.TemporaryDirectory(prefix="stageline-") as folder:
-            ranks = _Ranks(job, Path(folder), server, self._logs, self._patience)
+        recovers = job.recovery.enabled
+        with (
+            tempfile.TemporaryDirectory(prefix="stageline-") as folder,
+            host_memory(job.processes if recovers else 0) as memory,
+        ):
+            replacements = Replacements(job.recovery, job.processes, Announcements(store)) if recovers else None
+            ranks = _Ranks(job, Path(folder), server, self._logs, self._patience, replacements)
+            variables = {NUMBER: "0", MEMORY: os.pathsep.join(memory)} if recovers else {}
             try:
-                ranks.start(place_variables(job, store.port))
+                ranks.start([{**place, **variables} for place in place_variables(job, store.port)])
                 return ranks.wait()
             finally:
                 ranks.kill()
@@ -90,25 +99,38 @@ def _refuse_too_many(processes: int) -> None:
 class _Ranks:
     """The processes of one job."""
 
-    def __init__(self, job: Job, folder: Path, server: ForkServer, logs: Path | None, patience: float) -> None:
+    def __init__(
+        self,
+        job: Job,
+        folder: Path,
+        server: ForkServer,
+        logs: Path | None,
+        patience: float,
+        replacements: Replacements | None = None,
+    ) -> None:
         self._job, self._folder, self._server = job, folder, server
-        self._logs, self._patience = logs, patience
+        self._logs, self._patience, self._replacements = logs, patience, replacements
+        self._environments: list[Mapping[str, str]] = []
+        self._folders: dict[int, Path] = {}
         self._running: dict[int, Child] = {}
         self._outcomes: list[Outcome] = []
         self._late = ""
 
     def start(self, environments: Sequence[Mapping[str, str]]) -> None:
-        for rank, environment in enumerate(environments):
-            folder = self._folder / str(rank)
-            folder.mkdir()
-            self._running[rank] = self._server.call(
-                run_rank,
-                (self._job.function, self._job.arguments),
-                environment=environment,
-                folder=folder,
-                log=None if self._logs is None else self._logs / f"rank-{rank}.log",
-                answers=self._job.returns,
-            )
+        self._environments = list(environments)
+        for rank in range(len(environments)):
+            self._start(rank)
+
+    def _start(self, rank: int, variables: Mapping[str, str] | None = None) -> None:
+        folder = self._folders[rank] = Path(tempfile.mkdtemp(prefix=f"{rank}-", dir=self._folder))
+        self._running[rank] = self._server.call(
+            run_rank,
+            (self._job.function, self._job.arguments),
+            environment={**self._environments[rank], **(variables or {})},
+            folder=folder,
+            log=None if self._logs is None else self._logs / f"rank-{rank}.log",
+            answers=self._job.returns,
+        )
 
     def wait(self) -> list[Outcome]:
         end = None if self._job.timeout is None else time.monotonic() + self._job.timeout
@@ -116,6 +138,8 @@ class _Ranks:
         while self._running:
             self._server.read_events(0.05)
             self._collect()
+            if self._recover():
+                kill_at = None
             now = time.monotonic()
             if end is not None and now > end:
                 self._time_out()
@@ -128,6 +152,20 @@ class _Ranks:
                 self.kill()
         return sorted(self._outcomes, key=lambda outcome: outcome.moment)
 
+    def _recover(self) -> bool:
+        """Start ranks that were lost again; return whether there were any."""
+        if self._replacements is None:
+            return False
+        for rank in self._replacements.blamed() & set(self._running):
+            self._running[rank].signal(signal.SIGKILL)
+        attempt = self._replacements.next(self._outcomes, self._running) if self._outcomes else None
+        if attempt is None:
+            return False
+        self._outcomes = [outcome for outcome in self._outcomes if outcome.rank not in attempt.replaced]
+        for rank in attempt.replaced:
+            self._start(rank, attempt.environment)
+        return True
+
     def _collect(self) -> None:
         for rank, child in list(self._running.items()):
             if child.code is not None:
@@ -135,7 +173,7 @@ class _Ranks:
                 self._outcomes.append(self._outcome(rank, child.code))
 
     def _outcome(self, rank: int, code: int) -> Outcome:
-        answer = read_answer(self._folder / str(rank))
+        answer = read_answer(self._folders[rank])
         if answer is not None:
             return Outcome(rank, answer.value, answer.error, answer.failure, code, answer.moment)
         failure = self._late or _ending(code) or ("ended before the function returned" if self._job.returns else "")

@@ -265,6 +265,22 @@ class Comm:
 
 
 @dataclass
+class Recovery:
+    """What happens when a rank is lost; for jobs that stageline itself starts as processes."""
+
+    max_restarts: NonNegativeInt = _option(3, "How many losses of a rank the job survives; 0 ends it at the first.")
+    on_loss: tuple[str, ...] = _option(
+        ("restart", "spare"),
+        "What may be done, in this order: restart the lost rank, or let a spare one take its place.",
+    )
+    memory_interval: NonNegativeInt = _option(
+        0,
+        "Steps between copies of the state in host memory, to which all ranks return after a loss; 0 means every step, "
+        "or as many as keep the cost below 2%.",
+    )
+
+
+@dataclass
 class Sample:
     """Sample text from the trained language model."""
 
@@ -294,6 +310,7 @@ class Config:
     validation: Validation = field(default_factory=Validation)
     metrics: Metrics = field(default_factory=Metrics)
     comm: Comm = field(default_factory=Comm)
+    recovery: Recovery = field(default_factory=Recovery)
     sample: Sample = field(default_factory=Sample)
 
     @classmethod

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path, PurePath
 
 from stageline.common.errors import JsonError, StagelineError, nearest
+from stageline.distributed.recovery_policy import action_errors
 from stageline.schedules.io import read_schedule
 from stageline.schedules.registry import find_family, schedule
 from stageline.schedules.schedule import Schedule
@@ -345,6 +346,12 @@ def too_few_units(config: Config, units: int, reason: str) -> Iterator[str]:
 
 
 ConfigRule = Callable[[Config], Iterator[str]]
+
+
+def _recovery(config: Config) -> Iterator[str]:
+    yield from (f"recovery.on_loss {error}" for error in action_errors(config.recovery.on_loss))
+
+
 RULES: tuple[ConfigRule, ...] = (
     _folders,
     _model,
@@ -359,6 +366,7 @@ RULES: tuple[ConfigRule, ...] = (
     _recompute,
     _schedule,
     _units,
+    _recovery,
 )
 
 

@@ -1,0 +1,60 @@
+"""A rank that survives the loss of another one: it leaves the job, and joins the next attempt in the same process."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch.distributed as dist
+
+from stageline.common.errors import StagelineError
+from stageline.distributed.attempts import Announcements, Attempt, announcements, number_of
+from stageline.distributed.bootstrap import final_verdict, leave_channels
+from stageline.distributed.process_exit import keep_groups
+
+DECISION = 30.0
+"""Seconds in which the launcher decides what to do about a rank that was lost."""
+DOUBT = 1.0
+"""Seconds in which it may announce a loss that this rank knows only as an error."""
+
+
+def rejoin(error: Exception) -> Attempt:
+    """Leave a job that lost a rank, and wait until its launcher has replaced it; or raise the error.
+
+    A rank calls this when a step fails. Where the launcher restarts lost ranks (`max_restarts`), it returns as soon as
+    the replacement starts: create a new `Pipeline`, load your last checkpoint and train on. Where no rank was lost, or
+    nothing replaces it, the error is raised.
+
+    >>> rejoin(ValueError("no rank was lost"))
+    Traceback (most recent call last):
+    ValueError: no rank was lost
+    """
+    number = number_of()
+    if number is None or not isinstance(error, StagelineError | RuntimeError | OSError):
+        raise error
+    launcher = announcements()
+    _report(launcher, number)
+    end = time.monotonic() + (DOUBT if final_verdict() is None else DECISION)
+    while launcher.newest() <= number:
+        if time.monotonic() > end or launcher.over():
+            raise error
+        time.sleep(0.02)
+    attempt = launcher.read(launcher.newest())
+    leave()
+    os.environ.update(attempt.environment)
+    return attempt
+
+
+def _report(launcher: Announcements, number: int) -> None:
+    """Tell the launcher which rank is lost: one that froze is still a process."""
+    verdict = final_verdict()
+    if verdict is not None and verdict.kind in ("frozen", "died"):
+        launcher.blame(int(os.environ["RANK"]), number, verdict.culprit)
+
+
+def leave() -> None:
+    """Leave the process groups of a job that lost a rank; nothing waits for their collectives."""
+    leave_channels()
+    if dist.is_initialized():
+        keep_groups()
+        dist.destroy_process_group()

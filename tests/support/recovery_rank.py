@@ -1,0 +1,96 @@
+"""A rank of a training job that kills itself at chosen moments; a launcher starts it again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import stageline as sl
+from stageline.distributed.attempts import number_of
+from stageline.runtime.executor import Executor
+from stageline.train import recovery, setup, snapshots, step
+from stageline.train.checkpoint import folder as disk
+from stageline.train.trainer import Trainer
+
+MOMENTS: dict[str, tuple[Any, str]] = {
+    "step": (Executor, "run"),
+    "save": (disk.ChecksummedFile, "write"),
+    "validation": (step.TrainingStep, "evaluate"),
+    "copy": (snapshots.Slot, "write"),
+    "meeting": (setup, "job_host"),
+    "building": (setup.Setup, "_build_pipeline"),
+    "restoring": (recovery, "load_tensors"),
+    "end": (Trainer, "_report_complete"),
+}
+"""Functions at whose n-th call a rank dies."""
+
+
+def train(settings: list[str], kills: list[tuple[int, int, str, int]]) -> tuple[int, str]:
+    """Train; a kill is an attempt, a rank, a moment, and the number of the call, or of milliseconds from a step."""
+    torch.set_num_threads(1)
+    for attempt, rank, moment, count in kills:
+        if int(os.environ["RANK"]) == rank:
+            if moment == "time":
+                die_after(attempt, count)
+            else:
+                die_in(attempt, *MOMENTS[moment], count, half_written=moment == "copy")
+    result = sl.Trainer(sl.Config.read(None, *settings)).run()
+    return result.step, result.why
+
+
+def die_in(attempt: int, owner: Any, name: str, count: int, *, half_written: bool = False) -> None:
+    """Kill this process at the n-th call of a function of a module or class in an attempt."""
+    function: Callable[..., Any] = getattr(owner, name)
+    calls = 0
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += number_of() == attempt
+        if calls < count or number_of() != attempt:
+            return function(*arguments, **named)
+        if half_written:  # the last tensor cannot be read
+            tensors = dict(arguments[2])
+            tensors[list(tensors)[-1]] = None
+            with contextlib.suppress(Exception):
+                function(arguments[0], arguments[1], tensors, *arguments[3:])
+        os.kill(os.getpid(), signal.SIGKILL)
+        return None
+
+    setattr(owner, name, call)
+
+
+def die_after(attempt: int, milliseconds: int) -> None:
+    """Kill this process some time after its first action program of an attempt."""
+    run, began = Executor.run, threading.Event()
+
+    def note(self: Executor, *arguments: Any) -> Any:
+        if number_of() == attempt:
+            began.set()
+        return run(self, *arguments)
+
+    def wait() -> None:
+        began.wait()
+        time.sleep(milliseconds / 1000)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Executor.run = note  # type: ignore[method-assign,assignment]
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def random_kills(chance: random.Random, ranks: int) -> list[tuple[int, int, str, int]]:
+    """One to three kills in a row, each at a random moment of the attempt after the one before."""
+    limits = {"step": 20, "save": 8, "validation": 2, "copy": 12, "meeting": 1, "building": 1, "restoring": 1}
+    kills = []
+    for attempt in range(chance.randint(1, 3)):
+        moment = chance.choice(["time", *limits] if attempt else ["time", "step", "save", "validation", "copy"])
+        count = chance.randint(0, 1500) if moment == "time" else chance.randint(1, limits[moment])
+        kills.append((attempt, chance.randrange(ranks), moment, count))
+    return kills
