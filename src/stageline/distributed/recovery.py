@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 
@@ -58,3 +59,4 @@ def leave() -> None:
     if dist.is_initialized():
         keep_groups()
         dist.destroy_process_group()
+    gc.collect()  # the failed step holds activations

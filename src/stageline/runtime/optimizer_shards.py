@@ -63,7 +63,8 @@ class OptimizerShards:
             if method is not None:
                 method(optimizer)
 
-        weakref.finalize(self, register_optimizer_step_post_hook(hook).remove)
+        self.close = weakref.finalize(self, register_optimizer_step_post_hook(hook).remove)
+        """Leaves optimizers alone from then on."""
 
     def keeps(self, parameter: nn.Parameter) -> bool:
         """Whether this replica steps a parameter."""

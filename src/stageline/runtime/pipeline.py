@@ -211,23 +211,42 @@ class Pipeline:
         # Threads on one GPU would only take turns.
         one_rank = lambda: on_one_gpu(source, built, device) and not several_processes(seconds)  # noqa: E731
         order = find_schedule(schedule, count_layers(source), ranks, microbatches, one_rank=one_rank, **options)
-        self.runner = self._start(order, source, recipe, host, replicas)
+        recompute_options = parse_recompute(self.options.recompute, self.options.recompute_policy)
+        self.recomputed = mark(self.model, recompute_options, self.options.recompute)
+        model_stages = ModelStages(source, self.model, order.stages, example)
+        self._replicas = replicas
+        self.runner = self._start(order, model_stages, recipe, host)
+
+    def reconnect(self, *, compare_weights: bool = True) -> None:
+        """Join the processes of a job in which some were replaced (`sl.rejoin`).
+
+        Stages, weights and compiled code of this process stay; a process that is new creates a `Pipeline` instead, with
+        the same options. Load the same checkpoint on all of them before the next step. `compare_weights` replaces the
+        option of that name: where the new processes have other weights at first, pass False on all of them.
+        """
+        if self.runner.stages.sharded or self._mesh is not None:
+            raise StagelineError("a pipeline in a mesh holds process groups that are gone: create a new Pipeline")
+        if self._shards is not None:
+            self._shards.close()
+        self.options = replace(self.options, compare_weights=compare_weights)
+        self.__dict__.pop("mesh", None)
+        self.zero_grad()
+        self.runner = self._start(self.runner.planned_order, self.runner.stages, None, None, built=True)
 
     def _start(
         self,
         schedule: Schedule,
-        source: Any,
+        stages: ModelStages,
         recipe: Description[Any] | None,
         host: RankHost | None,
-        replicas: int | None,
+        *,
+        built: bool = False,
     ) -> StepRunner:
-        """Cut the model, join the other processes, build and place the stages, and prepare for the first step."""
+        """Join the other processes, build and place the stages unless they are, and prepare for the first step."""
         options, model = self.options, self.model
         plan_watch = watch_for(options.replan, options.replan_every, options.planned, self.plan, schedule)
         recompute = parse_recompute(options.recompute, options.recompute_policy)
-        self.recomputed = mark(model, recompute, options.recompute)
-        stages = ModelStages(source, model, schedule.stages, options.example)
-        host = host or find_host(schedule.ranks, options.seconds, replicas, self._mesh)
+        host = host or find_host(schedule.ranks, options.seconds, self._replicas, self._mesh)
         parallelize = find_parallelize(options, host.layout, model)
         stages.join(host, schedule.placement, parallelized=parallelize is not None)
         host.check_same(
@@ -242,9 +261,10 @@ class Pipeline:
         inner = inner_mesh(self._mesh)
         if parallelize is not None and isinstance(host, ProcessCollectives):
             host.limit_collectives(groups_of([], inner))  # the function may broadcast weights
-        with agree_on_shards(host, stages, parallelize is not None):
-            stages.build(recipe, seed, options.device, parallelize, inner)
-        stages.place(options.compile, split=schedule.splits_backward)
+        if not built:
+            with agree_on_shards(host, stages, parallelize is not None):
+                stages.build(recipe, seed, options.device, parallelize, inner)
+            stages.place(options.compile, split=schedule.splits_backward)
         compare_ties(host, stages)
         if isinstance(host, ProcessCollectives):
             if parallelize is not None:

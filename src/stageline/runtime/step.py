@@ -87,6 +87,8 @@ class StepRunner:
         self.in_run = False
         """Whether continuous steps are running."""
         self._compares = options.compare_weights
+        self.planned_order = schedule
+        """The schedule without shard actions, before any change of its order."""
         self._follow(schedule)
 
     def _follow(self, schedule: Schedule) -> None:

@@ -20,6 +20,7 @@ from stageline.autograd.graphs.options import Compile
 from stageline.common.errors import NothingFits, StagelineError, in_flags
 from stageline.common.files import write_text
 from stageline.common.interrupts import ended_by_sigterm
+from stageline.distributed.attempts import number_of
 from stageline.distributed.bootstrap import job_host
 from stageline.distributed.rank_host import RankHost, decide_together
 from stageline.model.build.build import build, describe
@@ -245,6 +246,10 @@ class Setup:
     def _build_pipeline(self) -> None:
         """Build the pipeline; initial weights depend only on the seed and on names."""
         config, layout, choice = self.config, self.layout, self.choice
+        recovers = bool(number_of())
+        if recovers and hasattr(self, "pipe") and layout.shards == layout.tensors == 1:
+            self.pipe.reconnect(compare_weights=False)  # a process that is new has the weights of the start
+            return
         recompute = {"none": "none", "full": "stage", "selective": list(config.activation_checkpoint.modules)}
         staged = self._split_model()  # first, because a loss of the model's own is known once the model is built
         self.pipe = Pipeline(
@@ -254,6 +259,7 @@ class Setup:
             schedule=choice.schedule,
             seed=config.training.seed,
             deadline=config.comm.train_timeout_seconds,
+            compare_weights=not recovers,
             recompute=recompute[config.activation_checkpoint.mode],
             replicas=layout.replicas,
             mesh=layout.mesh,
