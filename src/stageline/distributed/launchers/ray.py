@@ -66,14 +66,15 @@ class RayLauncher:
         """Run the job, and return the outcomes of its last start in the order in which the ranks ended."""
         with self._cluster(), self._placement(job.processes) as group, self._reports() as reports:
             end = None if job.timeout is None else time.monotonic() + job.timeout
-            for restart in range(self._max_restarts + 1):
+            restarts = max(self._max_restarts, job.recovery.max_restarts)
+            for restart in range(restarts + 1):
                 # Ray may not know yet that a host is lost: its placement is tried until that host's ranks are moved.
                 outcomes = self._start(job, group, end, reports, until=time.monotonic() + self._wait * bool(restart))
                 culprit = first_failure(outcomes)
-                if culprit is None or restart == self._max_restarts or not _worth_a_restart(culprit):
+                if culprit is None or restart == restarts or not _worth_a_restart(culprit):
                     return outcomes
                 line = describe(culprit, job.processes).splitlines()[0]
-                print(f"stageline: {line}; restart {restart + 1} of {self._max_restarts}", file=sys.stderr, flush=True)
+                print(f"stageline: {line}; restart {restart + 1} of {restarts}", file=sys.stderr, flush=True)
         raise AssertionError("the last start returns")
 
     def _start(self, job: Job, group: Any, end: float | None, reports: _Reports | None, until: float) -> list[Outcome]:
