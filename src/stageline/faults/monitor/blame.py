@@ -16,6 +16,8 @@ SAME_MOMENT = 0.05
 """Seconds in which a heartbeat that was sent before another rank's error may be read after it."""
 SUSPICIOUS_SILENCE = 3.0
 """Seconds of silence that a busy machine does not explain."""
+RECONNECT = 1.5
+"""Seconds in which a rank of another machine must open a broken connection again: its process cannot be looked up."""
 WAIT_FOR_LEAVER = 1.0
 """Seconds that a rank must wait for one that left before the latter is blamed."""
 MAX_REPORTED_RANKS = 64
@@ -33,6 +35,8 @@ class RankState:
         self.state = "absent"
         self.where = ""
         """Its process and its machine."""
+        self.host = ""
+        """The address of its machine."""
         self.heard = 0.0
         self.doing = ""
         self.waits: int | None = None
@@ -41,6 +45,8 @@ class RankState:
         """When `doing`, `waits` or `done` last changed."""
         self.terminated = 0.0
         """When it received SIGTERM, or 0."""
+        self.unconnected = 0.0
+        """Since when its connection is broken, or 0."""
         self.how = ""
         """How it left."""
         self.clean = True
@@ -64,8 +70,12 @@ class BlameRules:
     (1, 'died')
     """
 
-    def __init__(self, ranks: int, deadline: float, start_deadline: float, now: float) -> None:
+    def __init__(
+        self, ranks: int, deadline: float, start_deadline: float, now: float, *, standby: bool = False
+    ) -> None:
+        """`standby` records everything and blames nobody until `lead`."""
         self.deadline = deadline
+        self.standby = standby
         self.start_deadline = start_deadline
         self.started = now
         self.ranks = [RankState(rank) for rank in range(ranks)]
@@ -82,6 +92,37 @@ class BlameRules:
         state = self.ranks[rank]
         state.state, state.heard, state.since, state.where = "here", now, now, where
         return True
+
+    def rejoin(self, rank: int, now: float, where: str) -> bool:
+        """Register the new connection of a rank whose connection broke; return False if it is not that rank."""
+        if not 0 <= rank < len(self.ranks) or self.ranks[rank].state not in ("here", "died"):
+            return False
+        state = self.ranks[rank]
+        if state.where != where:
+            return False
+        if state.state == "here":
+            state.heard, state.unconnected = now, 0.0
+        return True
+
+    def disconnected(self, rank: int, now: float) -> None:
+        """Record that a connection broke although the process may be alive."""
+        if self.ranks[rank].state == "here":
+            self.ranks[rank].unconnected = now
+
+    def lead(self, now: float) -> None:
+        """Take over from a monitor that was lost."""
+        if self.standby:
+            self.standby = False
+            died = [state for state in self.ranks if state.state == "died"]
+            if died and not self._is_settled(None):
+                self._settle(min(died, key=lambda state: state.unconnected).rank, "died", now)
+
+    def adopt(self, verdict: dict[str, Any]) -> None:
+        """Take a verdict of the other monitor, unless there is one."""
+        if not self._is_settled(int(verdict["round"])):
+            self.verdict = verdict
+            self.verdicts += 1
+            self._echoes.clear()
 
     def beat(self, rank: int, doing: str, waits: int | None, done: int, now: float) -> None:
         """Record a heartbeat."""
@@ -135,8 +176,8 @@ class BlameRules:
         state = self.ranks[rank]
         if state.state != "here":
             return
-        state.state = "died"
-        if not self._is_settled(None):
+        state.state, state.unconnected = "died", now
+        if not self.standby and not self._is_settled(None):
             self._settle(rank, "died", now)
         state.waits = None
 
@@ -150,13 +191,16 @@ class BlameRules:
 
     def tick(self, now: float) -> None:
         """Apply the rules that depend on time; every message sent before `now` must have been recorded."""
-        if self._is_settled(None):
+        for state in self.ranks:
+            if state.unconnected and state.state == "here" and now - state.unconnected > self._reconnect:
+                self.closed(state.rank, now)
+        if self.standby or self._is_settled(None):
             return
         here = [state for state in self.ranks if state.state == "here"]
         silent = max(here, key=lambda state: now - state.heard, default=None)
         # A little before the deadline, so that all ranks know the verdict by then.
         if silent is not None and now - silent.heard > self.deadline - min(0.3, self.deadline / 10):
-            self._settle(silent.rank, "frozen", now)
+            self._blame_silent(silent, here, now)
             return
         if now - self.started > self.start_deadline:
             for state in self.ranks:
@@ -170,9 +214,23 @@ class BlameRules:
             _, rank, report = min(self._echoes, key=lambda echo: echo[2].get("origin") is not None)
             silence = max(SUSPICIOUS_SILENCE, self.deadline / 4)
             if silent is not None and silent.rank != rank and now - silent.heard > silence:
-                self._settle(silent.rank, "frozen", now)  # the likelier cause of a transport error
+                self._blame_silent(silent, here, now)  # the likelier cause of a transport error
             elif self._all_alive(here):
                 self._blame_exception(rank, report, now)
+
+    @property
+    def _reconnect(self) -> float:
+        return min(RECONNECT, self.deadline / 3)
+
+    def _blame_silent(self, silent: RankState, here: list[RankState], now: float) -> None:
+        """Blame the rank that has been silent for longest, or the first one of its machine if that is lost."""
+        machine = [state for state in here if state.host == silent.host]
+        others = len({state.host for state in here}) > 1
+        if silent.host and others and all(now - state.heard > self.deadline / 2 for state in machine):
+            lost = [state.rank for state in machine]
+            self._settle(lost[0], "frozen", now, host=silent.host, lost=lost)
+        else:
+            self._settle(silent.rank, "frozen", now)
 
     def _all_alive(self, here: list[RankState]) -> bool:
         """Whether every rank has been heard since the first error that waits for its cause.

@@ -24,7 +24,8 @@ from typing import Any, Self
 from stageline.common.errors import ControlError, StagelineError
 from stageline.common.interrupts import Wakeup, end_by
 from stageline.faults.monitor.blame import BY_SIGNAL
-from stageline.faults.monitor.connection import CONNECT_TIMEOUT, Address, Connection, no_address, start_monitor
+from stageline.faults.monitor.channel import PROBLEMS, Channel
+from stageline.faults.monitor.connection import CONNECT_TIMEOUT, Address, no_address, start_monitor
 from stageline.faults.monitor.verdict import Failure, Verdict, describe
 
 HOLD = 0.7
@@ -89,13 +90,20 @@ class MonitorClient:
         self._final_since = 0.0
         self._complete = self._nobody_to_blame = False
         self._answers: dict[int, bool] = {}
+        self._asked: set[int] = set()
         self._on_verdict: list[Callable[[Verdict], None]] = []
         self._on_end: list[Callable[[Verdict | None], None]] = []
         self._on_complete: Callable[[], None] = lambda: None
         """Called once every rank has connected, or at the end: the shared address is no longer needed."""
         self._changed = threading.Condition()
         self._closing = self._ending = False
-        self._connection: Connection | None = None
+        self._channel: Channel | None = None
+        """To the monitor that this rank listens to."""
+        self._standby: Channel | None = None
+        """To the standby, which takes over if the first monitor is lost."""
+        self._next_standby: Channel | None = None
+        self._cut_off = ""
+        """The machine of the first monitor, if it was lost because nothing was heard of it."""
         self._wakeup = Wakeup()
         self._pid = os.getpid()
         self._earlier_error = getattr(sys, "last_value", None)
@@ -170,17 +178,17 @@ class MonitorClient:
     @property
     def host(self) -> str:
         """The address of this machine from which it reached the monitor; empty if it did not."""
-        return self._connection.host if self._connection is not None and self.lost is None else ""
+        return self._channel.machine if self._channel is not None and self.lost is None else ""
 
     def set_deadline(self, deadline: float) -> None:
         """Set after how many seconds of silence a rank counts as frozen."""
         if deadline != self.deadline:
             self.deadline = deadline
-            self._send({"deadline": deadline})
+            self._report({"deadline": deadline}, to_both=True)
 
     def busy(self, rank: int, timeout: float = 5.0) -> bool:
         """Ask whether it makes sense to keep waiting for a rank: it works, or a rank that it waits for works."""
-        if self.lost is not None or self._connection is None:
+        if self.lost is not None or self._channel is None:
             return False
         self._ask(rank)
         with self._changed:
@@ -189,7 +197,7 @@ class MonitorClient:
 
     def report(self, failure: Failure) -> None:
         """Report to all ranks that this one failed."""
-        self._send({"failed": {**failure.to_json(), "round": self.round}})
+        self._report({"failed": {**failure.to_json(), "round": self.round}})
 
     def verdict(self, timeout: float = 0.0) -> Verdict | None:
         """Return which rank failed first, waiting at most `timeout` seconds; None if none is known to have failed."""
@@ -239,7 +247,7 @@ class MonitorClient:
         joins = self._thread.is_alive() and threading.current_thread() is not self._thread
         if joins and (self._ending or self._wakeup.signalled):
             self._thread.join(SLOWEST_ANSWER + 2 * HOLD)  # it ends the process
-        self._send({"bye": how, "clean": clean})
+        self._report({"bye": how, "clean": clean}, to_both=True)
         self._closing = True
         self._on_complete()
         self._wakeup.wake()
@@ -250,8 +258,9 @@ class MonitorClient:
 
     def close_sockets(self) -> None:
         """Close the connection without a goodbye, as a forked child does with those of its parent."""
-        if self._connection is not None:
-            self._connection.close()
+        for channel in (self._channel, self._standby, self._next_standby):
+            if channel is not None:
+                channel.close()
         self._wakeup.close()
 
     def __enter__(self) -> Self:
@@ -268,12 +277,12 @@ class MonitorClient:
     def _connect(self, address: Address) -> None:
         self.job = address.job
         try:
-            self._connection = Connection(address, self.rank, self.where)
-        except (OSError, ControlError, ValueError, AttributeError) as error:
+            self._channel = Channel(address, self.rank, self.where, os.environ.get("STAGELINE_HOST", ""))
+        except PROBLEMS as error:
             self._lose(f"cannot reach the failure monitor at {address.host}:{address.port}: {error}")
             return
-        for message in self._connection.received():
-            self._handle(message)
+        for message in self._channel.received_early():
+            self._handle(message, self._channel)
         self._thread.start()
         self._wakeup.install()
 
@@ -288,40 +297,94 @@ class MonitorClient:
             self._wakeup.attended = False
 
     def _beat_and_receive(self) -> None:
-        assert self._connection is not None
-        link = self._connection.socket
         with selectors.DefaultSelector() as selector:
-            selector.register(link, selectors.EVENT_READ)
             selector.register(self._wakeup.reader, selectors.EVENT_READ)
-            due = heard = time.monotonic()
+            due = time.monotonic()
             while not self._closing:
+                self._watch(selector)
                 now = time.monotonic()
                 if now - due > 1.0:
-                    heard = now  # this process did not run, so the monitor's silence does not count
                     # Read first: a heartbeat to a monitor that is gone would discard its last messages.
-                    if any(key.fileobj is link for key, _ in selector.select(0)) and not self._receive():
-                        break
+                    self._receive(selector.select(0))
+                    for channel in self._channels:
+                        channel.heard = now  # this process did not run, so a monitor's silence does not count
                 if self.final and self.doing is not None and now - self._final_since > self.patience:
                     self._give_up()
                 if now >= due:
                     self.beat()
                     due = now + self.interval
-                ready = {key.fileobj for key, _ in selector.select(max(0.0, due - time.monotonic()))}
-                if self._wakeup.reader in ready and self._wakeup.read_sigterm():
+                wait = None if self._channel is None else max(0.0, due - time.monotonic())
+                ready = selector.select(wait)
+                if any(key.fileobj is self._wakeup.reader for key, _ in ready) and self._wakeup.read_sigterm():
                     self._end_by_sigterm(selector)
-                if link in ready:
-                    if not self._receive():
-                        break
-                    heard = time.monotonic()
-                elif time.monotonic() - due < 1.0 and time.monotonic() - heard > max(5.0, self.deadline):
-                    self._lose(f"the failure monitor has been silent for {time.monotonic() - heard:.0f} s")
-                    break
-            # Without a monitor, SIGTERM must still end the process.
-            selector.unregister(link)
-            while not self._closing:
-                selector.select()
-                if self._wakeup.read_sigterm():
-                    self._end_by_sigterm(selector)
+                self._receive(ready)
+                now = time.monotonic()
+                for channel in self._channels if now - due < 1.0 else ():
+                    self._check_channel(channel, now)
+
+    @property
+    def _channels(self) -> list[Channel]:
+        return [channel for channel in (self._channel, self._standby) if channel is not None and self.lost is None]
+
+    def _watch(self, selector: selectors.BaseSelector) -> None:
+        """Let the selector wait for all open connections."""
+        if self._next_standby is not None:
+            self._standby, self._next_standby = self._next_standby, None
+        wanted = {channel.connection.socket: channel for channel in self._channels if channel.connection is not None}
+        for key in list(selector.get_map().values()):
+            if key.data is not None and key.fileobj not in wanted:
+                selector.unregister(key.fileobj)
+        for link, channel in wanted.items():
+            if link not in selector.get_map():
+                selector.register(link, selectors.EVENT_READ, channel)
+
+    def _check_channel(self, channel: Channel, now: float) -> None:
+        """Open a connection again that broke or is silent, and give up a monitor that is gone."""
+        if channel.take_over():
+            for message in channel.received_early():
+                self._handle(message, channel)
+            with self._changed:
+                asked = set(self._asked)
+            for rank in asked if channel is self._channel else ():
+                channel.send({"ask": rank})
+        silence = now - channel.heard
+        limit = self.deadline if self._standby is not None or self._cut_off else max(5.0, self.deadline)
+        if channel.gone:
+            self._give_up_channel(channel, channel.gone)
+        elif silence > limit:
+            self._give_up_channel(channel, f"the failure monitor has been silent for {silence:.0f} s", cut_off=True)
+        elif channel.connection is None or silence > max(2.0, limit / 3):
+            channel.open_again(self._wakeup.wake)
+
+    def _give_up_channel(self, channel: Channel, why: str, *, cut_off: bool = False) -> None:
+        """The standby takes over, if there is one; else training continues without a monitor."""
+        channel.close()
+        host = channel.address.host
+        if channel is self._standby:
+            self._standby = None
+            self._tell(f"{self._name(self.rank)}: warning: the standby of the failure monitor on {host} is lost")
+        elif self._standby is not None:
+            self._channel, self._standby, self._cut_off = self._standby, None, host if cut_off else ""
+            self._tell(
+                f"{self._name(self.rank)}: warning: {why}; the standby on {self._channel.address.host} takes over"
+            )
+            if self._verdict is not None:
+                self._report({"relay": self._verdict.to_json()})
+            for failed in channel.kept("failed"):
+                if failed["round"] == self.round:
+                    self._report({"failed": failed})
+            self._report({"lead": why})
+            for rank in list(self._asked):
+                self._send({"ask": rank})
+        else:
+            machine = channel.machine
+            self._channel = None
+            if cut_off and self._cut_off and machine != host:
+                # No machine with a monitor is reached, so this one is cut off from the others.
+                silence = time.monotonic() - channel.heard
+                verdict = Verdict(0, "frozen", silence=silence, deadline=self.deadline, host=self._cut_off)
+                self._handle({"verdict": verdict.to_json()}, None)
+            self._lose(why)
 
     def named(self, verdict: Verdict) -> Verdict:
         """The verdict with the name of the rank in a mesh."""
@@ -329,29 +392,34 @@ class MonitorClient:
 
     def beat(self) -> None:
         """Send a heartbeat now."""
-        self._send({"beat": self.round, "doing": describe(self.doing), "waits": self.waits, "done": self.done})
+        message = {"beat": self.round, "doing": describe(self.doing), "waits": self.waits, "done": self.done}
+        for channel in self._channels:
+            channel.send(message)
 
-    def _receive(self) -> bool:
-        """Handle what the monitor sent; return False when it is gone."""
-        assert self._connection is not None
-        messages = self._connection.receive()
-        if messages is None:
-            if not self._closing:
-                self._lose("the failure monitor is gone")
-            return False
-        for message in messages:
-            self._handle(message)
-        return True
+    def _receive(self, ready: list[tuple[selectors.SelectorKey, int]]) -> None:
+        """Handle what the monitors sent."""
+        for key, _ in ready:
+            if key.data is not None and key.data in self._channels:
+                for message in key.data.receive():
+                    self._handle(message, key.data)
 
-    def _handle(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: dict[str, Any], channel: Channel | None) -> None:
         new: Verdict | None = None
+        if channel is not None and channel is not self._channel:
+            return  # the standby does not lead
         if "all" in message:
             self._on_complete()
+        if "start_standby" in message:
+            self._in_background(self._start_standby)
+        if "standby" in message and self._standby is None and self._next_standby is None:
+            host, port = message["standby"]
+            self._in_background(lambda: self._connect_to_standby(str(host), int(port)))
         with self._changed:
             self._complete = self._complete or "all" in message
             self._nobody_to_blame = self._nobody_to_blame or "nobody" in message
             if "answer" in message:
                 self._answers[int(message["answer"])] = bool(message.get("busy"))
+                self._asked.discard(int(message["answer"]))
             if "verdict" in message:
                 verdict = Verdict.from_json(message["verdict"])
                 if verdict.final and self.final is None:
@@ -360,7 +428,42 @@ class MonitorClient:
                     self._verdict = new = verdict
             self._changed.notify_all()
         if new is not None:
+            if self._standby is not None:
+                self._standby.send({"relay": new.to_json()}, keep=True)
             self._spread(new)
+
+    def _in_background(self, function: Callable[[], None]) -> None:
+        threading.Thread(target=function, name="stageline standby", daemon=True).start()
+
+    def _start_standby(self) -> None:
+        """On the first rank of another machine than the monitor's: start the standby there."""
+        channel = self._channel
+        if channel is None:
+            return
+        try:
+            address = start_monitor(self.ranks, self.deadline, 0.0, channel.machine, standby_of=channel.address)
+        except ControlError as error:
+            self._tell(f"{self._name(self.rank)}: warning: the failure monitor has no standby: {error}")
+            return
+        self._report({"standby": [address.host, address.port]})
+
+    def _connect_to_standby(self, host: str, port: int) -> None:
+        channel = self._channel
+        if channel is None:
+            return
+        try:
+            standby = Channel(replace(channel.address, host=host, port=port), self.rank, self.where, channel.machine)
+        except PROBLEMS as error:
+            self._tell(
+                f"{self._name(self.rank)}: warning: cannot reach the standby of the failure monitor at {host}:{port}: "
+                f"{error}"
+            )
+            return
+        if self._closing:
+            standby.close()
+            return
+        self._next_standby = standby
+        self._wakeup.wake()
 
     def _name(self, rank: int) -> str:
         return self.name_of(rank) or f"rank {rank}"
@@ -382,14 +485,15 @@ class MonitorClient:
         """Wait briefly for a verdict, report it, and end by the signal."""
         self._ending = True
         if self.doing is not None:
-            self._send({"terminated": True})
+            self._report({"terminated": True}, to_both=True)
             self._ask(self.rank)
             answered = self.lost is not None
             end = time.monotonic() + (0.0 if answered else SLOWEST_ANSWER)
             while self._verdict is None and not self._nobody_to_blame and time.monotonic() < end:
-                ready = {key.fileobj for key, _ in selector.select(0.05)}
+                ready = selector.select(0.05)
                 self._wakeup.read()
-                if self._connection is not None and self._connection.socket in ready and not self._receive():
+                self._receive(ready)
+                if self._channel is None or (self._channel.connection is None and self._standby is None):
                     break
                 if not answered and self.rank in self._answers:
                     answered, end = True, time.monotonic() + HOLD
@@ -400,7 +504,7 @@ class MonitorClient:
             self._tell(f"{self._name(self.rank)}: ended by SIGTERM in {describe(self.doing)}; {blame}")
             for callback in list(self._on_end):
                 self._call(callback, verdict)
-        self._send({"bye": BY_SIGNAL, "clean": False})
+        self._report({"bye": BY_SIGNAL, "clean": False}, to_both=True)
         end_by(signal.SIGTERM)
 
     def _give_up(self) -> None:
@@ -411,18 +515,24 @@ class MonitorClient:
         )
         for callback in list(self._on_end):
             self._call(callback, self.final)
-        self._send({"bye": "it hung after the failure", "clean": False})
+        self._report({"bye": "it hung after the failure", "clean": False}, to_both=True)
         os._exit(1)
 
     def _ask(self, rank: int) -> None:
         """Ask the monitor whether a rank is busy; the answer goes to `_answers`."""
         with self._changed:
             self._answers.pop(rank, None)
+            self._asked.add(rank)
         self._send({"ask": rank})
 
     def _send(self, message: dict[str, Any]) -> None:
-        if self._connection is not None and self.lost is None:
-            self._connection.send(message)
+        if self._channel is not None and self.lost is None:
+            self._channel.send(message)
+
+    def _report(self, message: dict[str, Any], *, to_both: bool = False) -> None:
+        """Send a message that must not be lost: to the monitor, or to the standby as well."""
+        for channel in self._channels if to_both else self._channels[:1]:
+            channel.send(message, keep=True)
 
     def _lose(self, why: str) -> None:
         with self._changed:

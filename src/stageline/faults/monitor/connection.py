@@ -111,11 +111,15 @@ def control_host(ranks: int = 1) -> str:
     return host
 
 
-def start_monitor(ranks: int, deadline: float, start_deadline: float, host: str = "") -> Address:
+def start_monitor(
+    ranks: int, deadline: float, start_deadline: float, host: str = "", *, standby_of: Address | None = None
+) -> Address:
     """Start the monitor process; it ends by itself when the ranks are gone. `host` is where it listens."""
-    host, token = host or control_host(ranks), secrets.token_hex(32)
+    host = host or control_host(ranks)
+    token = secrets.token_hex(32) if standby_of is None else standby_of.token
     # Through stdin: everyone on the machine can read the arguments of a process.
     options = {"ranks": ranks, "deadline": deadline, "start_deadline": start_deadline, "host": host, "token": token}
+    options["standby"] = standby_of is not None
     try:
         process = subprocess.run(
             [sys.executable, "-I", "-S", "-c", _BOOT, NAME, str(Path(__file__).parents[3]), job_of(token)],
@@ -149,19 +153,22 @@ def no_address(rank: int, error: Exception) -> ControlError:
 class Connection:
     """Sends and receives lines of JSON, once both ends have proved that they know the job's secret.
 
-    Any thread may send; one thread receives.
+    Any thread may send, and never waits; one thread receives.
     """
 
-    def __init__(self, address: Address, rank: int, where: str) -> None:
+    def __init__(self, address: Address, rank: int, where: str, timeout: float = CONNECT_TIMEOUT) -> None:
         """Connect, or raise OSError, ValueError or ControlError."""
-        self.socket = socket.create_connection((address.host, address.port), timeout=CONNECT_TIMEOUT)
-        self._buffer = b""
+        self.socket = socket.create_connection((address.host, address.port), timeout=timeout)
+        self.received = 0
+        """The last number that the monitor has received from this rank, on an earlier connection."""
+        self._buffer = self._unsent = b""
         self._sending = threading.Lock()
         self._pid = os.getpid()
         try:
             self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             self._introduce(address.token, rank, where)
+            self.socket.setblocking(False)
         except BaseException:
             self.socket.close()
             raise
@@ -172,22 +179,26 @@ class Connection:
         return str(self.socket.getsockname()[0])
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message; the thread that receives notices if the monitor is gone."""
-        if os.getpid() == self._pid:
-            with self._sending, contextlib.suppress(OSError):
-                self.socket.sendall(json.dumps(message).encode() + b"\n")
+        """Send a message, or keep what the network does not accept yet; the thread that receives notices an end."""
+        if os.getpid() != self._pid:
+            return
+        with self._sending, contextlib.suppress(OSError):
+            if not ("beat" in message and self._unsent):  # one that waits says enough
+                self._unsent += json.dumps(message).encode() + b"\n"
+            while self._unsent:
+                self._unsent = self._unsent[self.socket.send(self._unsent) :]
 
     def receive(self) -> list[Any] | None:
         """Return the messages that have arrived, or None once the monitor is gone."""
         try:
             data = self.socket.recv(1 << 16)
-        except TimeoutError:
+        except BlockingIOError:
             return []
         except OSError:
             data = b""
         return self._messages(data) if data else None
 
-    def received(self) -> list[Any]:
+    def received_early(self) -> list[Any]:
         """Return the messages that arrived with the monitor's welcome."""
         return self._messages(b"")
 
@@ -203,8 +214,10 @@ class Connection:
         theirs, ours = str(self._first_message().get("challenge")), new_nonce()
         facts = (rank, theirs, ours)
         self.send({"hello": rank, "nonce": ours, "proof": proof(secret, "rank", *facts, where), "where": where})
-        if not proves(self._first_message().get("proof"), secret, "monitor", *facts):
+        welcome = self._first_message()
+        if not proves(welcome.get("proof"), secret, "monitor", *facts):
             raise ControlError("it does not know the secret of this job")
+        self.received = int(welcome.get("received", 0))
 
     def _first_message(self) -> Any:
         while b"\n" not in self._buffer:

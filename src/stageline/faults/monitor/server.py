@@ -1,16 +1,21 @@
 """The failure monitor's process: hears from every rank, and tells all of them which one failed first.
 
 Rank 0 starts it (see `connection.py`) in a session of its own, so that it outlives every rank and the signals that a
-launcher sends to them. It needs only the standard library and starts in a tenth of a second.
+launcher sends to them. It needs only the standard library and starts in a tenth of a second. If the ranks are on
+several machines, the first rank of another machine than rank 0's starts a standby: it hears everything too, and takes
+over once a rank has lost the first monitor.
 
-Each rank has one TCP connection, with lines of JSON both ways:
+Each rank has one TCP connection to each monitor, with lines of JSON both ways:
 
-    rank → monitor   hello (rank, nonce, proof) · beat (doing, waits, done) · failed (…) · terminated · bye (how)
-    monitor → rank   challenge · welcome (proof) · all (every rank has come) · verdict (…) · nobody (all end) · beat
+    rank → monitor   hello (rank, nonce, proof) · process · beat (doing, waits, done) · failed (…) · ask · deadline ·
+                     terminated · bye (how) · standby (host, port) · lead · relay (verdict)
+    monitor → rank   challenge · welcome (proof, received) · all (every rank has come) · verdict (…) · nobody (all end)
+                     · beat · answer · start_standby · standby (host, port)
 
 A connection that closes without a bye means that the process died: the kernel closes the sockets of a killed process at
-once, so its death is known in milliseconds, and by its own rank instead of a neighbour's. The rules are in `blame.py`;
-the sockets are here.
+once, so its death is known in milliseconds, and by its own rank instead of a neighbour's. A process that is seen to
+live, or that is on another machine, may have lost only its connection, and opens it again. What must not be lost has a
+number, and the welcome holds the last one that was received. The rules are in `blame.py`; the sockets are here.
 """
 
 from __future__ import annotations
@@ -36,6 +41,12 @@ HELLO_TIMEOUT = 5.0
 """Seconds in which a new connection must prove that it is a rank."""
 MAX_STRANGERS = 32
 """Maximum number of connections, beside one per rank, that have not proved it."""
+SLOWEST_STANDBY = 30.0
+"""Seconds in which the first rank must connect to a standby."""
+PAUSE = 0.05
+"""Seconds between two looks at the rules, unless something happens."""
+PF_EXITING = 0x4
+"""The flag of Linux for a process that is ending; its sockets close before it is a zombie."""
 LONGEST_HELLO = 1024
 LONGEST_LINE = 1 << 18
 
@@ -66,13 +77,26 @@ class Server:
         self.selector.register(listener, selectors.EVENT_READ)
         self.complete = False
         self._verdicts_sent = 0
+        self._received = [0] * len(rules.ranks)
+        """The number of the last message of each rank that must not be lost."""
+        self._kernel = kernel()
+        self._processes: dict[int, int] = {}
+        """The processes on this machine, by rank."""
+        self._unconnected: set[int] = set()
+        """Ranks on this machine that live without a connection."""
+        self._standby: list[Any] | None = None
+        """Host and port of the standby."""
+        self._needs_standby = not rules.standby
+        self._news = True
+        """Whether something happened that the rules must judge at once."""
 
     def serve(self) -> None:
         """Serve until no rank is left."""
         alone_since = time.monotonic()
         came = False
-        next_beat = 0.0
-        pause = min(0.05, self.rules.deadline / 10)
+        next_beat = next_look = 0.0
+        pause = min(PAUSE, self.rules.deadline / 10)
+        first = SLOWEST_STANDBY if self.rules.standby else HELLO_TIMEOUT
         while True:
             before = time.monotonic()
             events = self.selector.select(pause)
@@ -84,27 +108,54 @@ class Server:
             now = time.monotonic()
             if now - before - pause > 1.0:
                 self.rules.forgive(now - before - pause, now)
+            if now < next_look and not self._news:
+                continue  # a thousand ranks send several hundred heartbeats a second
+            next_look, self._news = now + pause, False
+            self._check_processes(now)
             # Everything sent before this round has been read; what was sent since may not have been.
             self._apply_rules(before)
             if now >= next_beat:
-                next_beat = now + 1.0
+                next_beat = now + min(1.0, self.rules.deadline / 5)
                 self._broadcast({"beat": round(now - self.rules.started, 1)})
             self._close_idle(now)
-            if any(peer.rank is not None for peer in self.peers.values()):
+            if self._expects(now):
                 alone_since, came = now, True
-            elif now - alone_since > (LINGER if came else HELLO_TIMEOUT) or self.rules.all_gone():
+            elif now - alone_since > (LINGER if came else first) or self.rules.all_gone():
                 return
+
+    def _expects(self, now: float) -> bool:
+        """Whether a rank is connected, or may connect again."""
+        if any(peer.rank is not None for peer in self.peers.values()):
+            return True
+        return any(state.state == "here" and now - state.heard < self.rules.deadline for state in self.rules.ranks)
 
     def _apply_rules(self, now: float) -> None:
         self.rules.tick(now)
-        if not self.complete and all(state.state != "absent" for state in self.rules.ranks):
+        if not self.complete and not self.rules.standby and all(state.state != "absent" for state in self.rules.ranks):
             self.complete = True
             self._broadcast({"all": True})
+        if self.complete and self._needs_standby and all(state.host for state in self.rules.ranks):
+            self._needs_standby = False
+            self._ask_for_standby()
         if self.rules.verdicts > self._verdicts_sent:
             self._verdicts_sent = self.rules.verdicts
             self._broadcast({"verdict": self.rules.verdict})
         elif self.rules.all_terminated(now):
             self._broadcast({"nobody": True})
+
+    def _ask_for_standby(self) -> None:
+        """Let the first rank of another machine than rank 0's start one."""
+        hosts = {peer.rank: self.rules.ranks[peer.rank].host for peer in self.peers.values() if peer.rank is not None}
+        other = [rank for rank, host in sorted(hosts.items()) if host != hosts.get(0, host)]
+        for peer in self.peers.values():
+            if other and peer.rank == other[0]:
+                self._send(peer, _line({"start_standby": True}))
+
+    def _check_processes(self, now: float) -> None:
+        """Report the deaths of ranks on this machine that have no connection."""
+        for rank in [rank for rank in self._unconnected if exited(self._processes[rank])]:
+            self._unconnected.discard(rank)
+            self.rules.closed(rank, now)
 
     def _close_idle(self, now: float) -> None:
         """Close connections that do not say hello, and those of frozen ranks when no other rank is left."""
@@ -162,27 +213,22 @@ class Server:
     def _handle(self, peer: Peer, line: bytes) -> None:
         now = time.monotonic()
         if peer.rank is None:
-            if len(line) > LONGEST_HELLO:
-                raise ValueError("the hello is too long")
-            message = json.loads(line)
-            rank, where = int(message["hello"]), str(message["where"])
-            facts = (rank, peer.challenge, str(message["nonce"]))
-            if not proves(message["proof"], self.token, "rank", *facts, where):
-                raise ValueError("wrong proof")
-            if not self.rules.hello(rank, now, where):
-                raise ValueError("not expected")
-            peer.rank = rank
-            self._send(peer, _line({"welcome": rank, "proof": proof(self.token, "monitor", *facts)}))
-            if self.complete:
-                self._send(peer, _line({"all": True}))
-            if self.rules.verdict is not None:
-                self._send(peer, _line({"verdict": self.rules.verdict}))
+            self._admit(peer, line, now)
             return
         message = json.loads(line)
         if "beat" in message:
             waits = message.get("waits")
             doing = str(message.get("doing") or "")
             self.rules.beat(peer.rank, doing, None if waits is None else int(waits), int(message.get("done", 0)), now)
+            return
+        self._news = True
+        number = int(message.get("number", 0))
+        if number and number <= self._received[peer.rank]:
+            return  # it was sent again
+        if "process" in message:
+            self.rules.ranks[peer.rank].host = str(message["host"])
+            if message["kernel"] and message["kernel"] == self._kernel:
+                self._processes[peer.rank] = int(message["process"])
         elif "failed" in message:
             self.rules.failed(peer.rank, message["failed"], now)
         elif "ask" in message:
@@ -195,6 +241,41 @@ class Server:
             self.rules.terminated(peer.rank, now)
         elif "bye" in message:
             self.rules.bye(peer.rank, str(message["bye"]), bool(message.get("clean", True)), now)
+        elif "standby" in message:
+            self._standby = [str(message["standby"][0]), int(message["standby"][1])]
+            self._broadcast({"standby": self._standby})
+        elif "relay" in message:
+            self.rules.adopt(message["relay"])
+        elif "lead" in message:
+            self.rules.lead(now)
+            if self.rules.verdict is not None:
+                self._send(peer, _line({"verdict": self.rules.verdict}))
+        self._received[peer.rank] = max(number, self._received[peer.rank])
+
+    def _admit(self, peer: Peer, line: bytes, now: float) -> None:
+        """Make a rank of a stranger whose hello proves it; or raise ValueError."""
+        if len(line) > LONGEST_HELLO:
+            raise ValueError("the hello is too long")
+        message = json.loads(line)
+        rank, where = int(message["hello"]), str(message["where"])
+        facts = (rank, peer.challenge, str(message["nonce"]))
+        if not proves(message["proof"], self.token, "rank", *facts, where):
+            raise ValueError("wrong proof")
+        if self.rules.rejoin(rank, now, where):
+            for earlier in [other for other in self.peers.values() if other.rank == rank]:
+                self._drop(earlier)
+            self._unconnected.discard(rank)
+        elif not self.rules.hello(rank, now, where):
+            raise ValueError("not expected")
+        peer.rank, self._news = rank, True
+        welcome = {"welcome": rank, "proof": proof(self.token, "monitor", *facts), "received": self._received[rank]}
+        self._send(peer, _line(welcome))
+        if self.complete:
+            self._send(peer, _line({"all": True}))
+        if self._standby is not None:
+            self._send(peer, _line({"standby": self._standby}))
+        if self.rules.verdict is not None:
+            self._send(peer, _line({"verdict": self.rules.verdict}))
 
     def _broadcast(self, message: dict[str, Any]) -> None:
         line = _line(message)
@@ -220,11 +301,23 @@ class Server:
             self.selector.modify(peer.link, want, peer)
 
     def _close(self, peer: Peer) -> None:
+        self._drop(peer)
+        if peer.rank is None:
+            return
+        self._news = True
+        now, process = time.monotonic(), self._processes.get(peer.rank)
+        if process is not None and not exited(process):
+            if self.rules.ranks[peer.rank].state == "here":
+                self._unconnected.add(peer.rank)
+        elif process is None and self.rules.ranks[peer.rank].host:
+            self.rules.disconnected(peer.rank, now)  # it is on another machine
+        else:
+            self.rules.closed(peer.rank, now)
+
+    def _drop(self, peer: Peer) -> None:
         self.selector.unregister(peer.link)
         del self.peers[peer.link]
         peer.link.close()
-        if peer.rank is not None:
-            self.rules.closed(peer.rank, time.monotonic())
 
 
 def _line(message: dict[str, Any]) -> bytes:
@@ -247,8 +340,35 @@ def main() -> None:
         os.dup2(quiet, stream)
     os.chdir("/")
     _raise_file_limit(options["ranks"])
-    rules = BlameRules(options["ranks"], options["deadline"], options["start_deadline"], time.monotonic())
+    standby = bool(options.get("standby"))
+    start_deadline = float("inf") if standby else options["start_deadline"]
+    rules = BlameRules(options["ranks"], options["deadline"], start_deadline, time.monotonic(), standby=standby)
     Server(listener, options["token"], rules).serve()
+
+
+def kernel() -> str:
+    """A name that processes have in common if they can look each other up; empty if unknown.
+
+    >>> kernel() == kernel()
+    True
+    """
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    return ""
+
+
+def exited(process: int) -> bool:
+    """Whether a process of this machine has ended or is ending.
+
+    >>> exited(os.getpid())
+    False
+    """
+    try:
+        with open(f"/proc/{process}/stat", "rb") as file:
+            state, *fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return True
+    return state in (b"Z", b"X") or bool(int(fields[5]) & PF_EXITING)
 
 
 def _raise_file_limit(ranks: int) -> None:

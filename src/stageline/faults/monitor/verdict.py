@@ -131,6 +131,10 @@ class Verdict:
     """The culprit's replica, if there are several."""
     name: str = ""
     """The culprit's name, if the job is a larger mesh."""
+    host: str = ""
+    """The machine of which no rank was heard any more; empty if some was."""
+    lost: tuple[int, ...] = ()
+    """The ranks on that machine."""
 
     @property
     def explained(self) -> bool:
@@ -152,10 +156,12 @@ class Verdict:
                 heard = where and f" (heard {self.silence:.1f} s before)"
                 return f"{who} died (its process exited without reporting an error){while_where}{heard}"
             case "frozen":
+                silent = _first_eight([f"rank {rank}" for rank in self.lost if rank != self.culprit])
+                machine = self.host and f"; its machine {self.host} is not reached{silent and f', nor is {silent}'}"
                 waits = waiting(self.ranks)
                 return (
                     f"{who} froze: no sign of life for {self.silence:.1f} s (the deadline is {self.deadline:g} s)"
-                    f"{while_where}{'; ' + waits if waits else ''}"
+                    f"{while_where}{machine}{'; ' + waits if waits else ''}"
                 )
             case "raised":
                 return f"{who} failed{where and f' {where}'}: {self.text}"
