@@ -180,6 +180,11 @@ class MonitorClient:
         """The address of this machine from which it reached the monitor; empty if it did not."""
         return self._channel.machine if self._channel is not None and self.lost is None else ""
 
+    @property
+    def has_standby(self) -> bool:
+        """Whether another monitor would take over if the first one were lost."""
+        return self._standby is not None
+
     def set_deadline(self, deadline: float) -> None:
         """Set after how many seconds of silence a rank counts as frozen."""
         if deadline != self.deadline:
