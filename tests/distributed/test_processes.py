@@ -319,14 +319,14 @@ def fails(rank: int, stage: int, name: str) -> tuple[str, list[str]]:
     pipe.step(*batch())
     one_process_step(plain, functional.mse_loss, *batch(), microbatches=4)
     assert_same_bits(*owned(pipe, plain))
-    return message, left_over(allowed=1)
+    return message, sorted(left_over(allowed=2))
 
 
 @pytest.mark.parametrize(("stage", "name"), [(0, "1f1b"), (1, "zb-h1"), (2, "gpipe")])
 def test_all_ranks_report_an_exception_and_the_next_step_is_correct(stage: int, name: str) -> None:
     for message, threads in run_ranks(fails, 3, stage, name):
         assert message.startswith(f"rank {stage} failed in F of stage {stage}, microbatch 0: ArithmeticError: planted")
-        assert threads == ["stageline control"], "no other is left behind"
+        assert threads == ["stageline control", "stageline keeper"], "no other is left behind"
 
 
 def last_loss_fails(rank: int) -> str:

@@ -225,7 +225,7 @@ class Job:
     def threads() -> list[str]:
         """Return the pipeline's threads that do not end, except for the monitor client's."""
         mine = [thread for thread in threading.enumerate() if thread.name.startswith("stageline")]
-        mine = [thread for thread in mine if thread.name != "stageline control"]
+        mine = [thread for thread in mine if thread.name not in ("stageline control", "stageline keeper")]
         for thread in mine:
             thread.join(5.0 if thread.name == "stageline store" else 60.0)  # whose store froze stays
         return [thread.name for thread in mine if thread.is_alive()]

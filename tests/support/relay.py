@@ -92,12 +92,42 @@ class Relay:
             server.close()
             client.close()
             return
+        for end in (client, server):
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._lock:
             self._ends += [client, server]
             self.opened += 1
         for source, sink in ((client, server), (server, client)):
-            sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             _Pump(self, source, sink)
+
+
+class RelayedConnections:
+    """While this is open, all connections that Python opens in this process go through relays.
+
+    Those of torch do not: they are opened in C++.
+    """
+
+    def __init__(self) -> None:
+        self._relays: dict[tuple[str, int], Relay] = {}
+        self._real = socket.create_connection
+        socket.create_connection = self._connect  # type: ignore[assignment]
+
+    def reset(self) -> int:
+        """Reset all connections; return how many ends that were."""
+        return sum(relay.reset() for relay in list(self._relays.values()))
+
+    def _connect(self, address: tuple[str, int], timeout: float | None = None) -> socket.socket:
+        if address not in self._relays:
+            self._relays[address] = Relay(address)
+        return self._real(("127.0.0.1", self._relays[address].port), timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        socket.create_connection = self._real
+        for relay in self._relays.values():
+            relay.close()
 
 
 class _Pump:

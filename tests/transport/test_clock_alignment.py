@@ -27,9 +27,9 @@ from stageline.timeline import draw
 from stageline.timeline.explain import typical_costs
 from stageline.transport.clock_alignment import Alignment, offset_of
 from stageline.transport.tcp import exchange
-from stageline.transport.tcp.channels import Outbox
 from stageline.transport.tcp.exchange import Exchange
 from stageline.transport.tcp.links import Links
+from stageline.transport.tcp.outbox import Outbox
 from support.ports import free_port
 
 RANK = Path(__file__).parents[1] / "support" / "clock_rank.py"

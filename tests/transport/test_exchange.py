@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from stageline.common.errors import TransportError
 from stageline.transport.tcp import exchange
-from stageline.transport.tcp.channels import Outbox
 from stageline.transport.tcp.exchange import Exchange
 from stageline.transport.tcp.links import Links
+from stageline.transport.tcp.outbox import Outbox
 
 Rows = NDArray[np.float64]
 

@@ -238,11 +238,11 @@ def test_a_hello_serves_at_one_listener_and_once(links: tuple[Links, Links]) -> 
             link.sendall(hello(0, links[1]))
         links[1].connect(links[1].inbound(0, "forward"), 20.0)
         links[0].connect(links[0].inbound(0, "forward"), 0.5)
-        taken = links[1].inbound(0, "forward").link
+        taken = links[1].inbound(0, "forward").offered
         assert taken is not None
         assert taken.getpeername() == rank.getsockname()
         assert replayed.recv(1) == reflected.recv(1) == b""
-        assert links[0].inbound(0, "forward").link is None
+        assert not links[0].inbound(0, "forward").connected
 
 
 def test_idle_connections_are_dropped_before_a_rank_is_turned_away(links: tuple[Links, Links]) -> None:

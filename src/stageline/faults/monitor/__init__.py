@@ -1,7 +1,7 @@
 """The failure monitor: a small process beside the ranks that watches them and tells all of them which one failed first.
 
 Read in order: `verdict` (what ranks report and are told), `blame` (the rules, without sockets or clocks), `server`,
-`client` (a rank's end) with `connection`. What `server` imports must need the standard library alone.
+`client` (a rank's end) with `channel` and `connection`. What `server` imports must need the standard library alone.
 """
 
 from __future__ import annotations

@@ -1,17 +1,15 @@
-"""The two ends of a channel: messages are read piece by piece, and sent in order without waiting for the receiver."""
+"""The receiving end of a channel, which reads messages piece by piece."""
 
 from __future__ import annotations
 
 import contextlib
 import select
 import socket
-import threading
+import struct
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
-from stageline.common.errors import TransportError
 from stageline.transport import wire
 from stageline.transport.protocol import Traffic
 
@@ -23,7 +21,13 @@ Open: TypeAlias = Callable[[wire.Prefix, bytes], tuple[T, list[memoryview]]]
 """Called when the header of a message has arrived: returns the result for the whole message, and where the bytes of its
 tensors go."""
 
-_PIECES = 512
+ACKNOWLEDGE, ACKNOWLEDGE_BYTES = 16, 1 << 20
+"""A receiver acknowledges messages after so many, or after so many bytes."""
+NOTICE = 0.1
+"""Seconds in which a sender notices that a connection broke, until its receiver calls it."""
+COUNT = struct.Struct("<q")
+"""An acknowledgement: how many messages have arrived since the first connection."""
+PIECES = 512
 """How many pieces of memory to pass to one system call; the limit is a little higher."""
 
 
@@ -35,21 +39,45 @@ class Guess(NamedTuple):
     room: list[memoryview]
 
 
+class ConnectionLost(Exception):
+    """A connection ended in the middle of what it had to carry."""
+
+
 class Inbound:
-    """The receiving end of one channel; reads messages piece by piece."""
+    """The receiving end of one channel; reads messages piece by piece.
+
+    One thread reads. If the connection breaks, what it held of an unfinished message is forgotten: the sender opens
+    another one, learns from the first acknowledgement on it how many messages have arrived, and sends the others again.
+    """
 
     def __init__(self, source: int, kind: ChannelKind) -> None:
         """Not connected yet."""
         self.source = source
         self.kind = kind
         self.link: socket.socket | None = None
+        self.offered: socket.socket | None = None
+        """A new connection of the sender, for the thread that reads."""
         self.left = 0
         """How many messages are still to come in this step."""
-        self._ahead = b""
-        """Bytes of the next message that were already read."""
+        self.broken = ""
+        """Why the connection broke, until the sender has opened another one."""
+        self.call_after = 0.0
+        """When to ask the sender for another one, unless it has noticed that by itself."""
+        self._count = self._unacknowledged = self._size = 0
+        """How many messages have arrived, how many of them the sender does not know of, and their bytes."""
         self._begin()
 
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection to read from."""
+        return self.link is not None or self.offered is not None
+
     def _begin(self) -> None:
+        self._ahead = b""
+        """Bytes of the next message that were already read."""
+        self._start()
+
+    def _start(self) -> None:
         self._head = bytearray(wire.HEAD)
         self._prefix: wire.Prefix | None = None
         self._text = b""
@@ -64,18 +92,46 @@ class Inbound:
     ) -> T | None:
         """Wait for the next message until a moment of `time.monotonic`, or until the alarm has something to read.
 
-        If the guess is right, this costs one system call and a comparison.
+        If the guess is right, this costs one system call and a comparison. Without a connection, this does not wait.
         """
-        if guess is not None and not self._got and not self._ahead and self._guess is None:
-            self._guess = guess
-            self._missing = [memoryview(self._head), *guess.room]
-        while self.link is not None:
-            opened = self._pull(open_it, self.link)
+        while self.connected:
+            try:
+                if self.link is None:
+                    self._adopt()
+                if guess is not None and not self._got and not self._ahead and self._guess is None:
+                    self._guess = guess
+                    self._missing = [memoryview(self._head), *guess.room]
+                assert self.link is not None
+                opened = self._pull(open_it, self.link)
+            except ConnectionLost as error:
+                self._drop(str(error))
+                continue
             if opened is not None:
+                self._acknowledge()
                 return opened
             if not self._wait(self.link, end - time.monotonic(), alarm):
                 return None
         return None
+
+    def _adopt(self) -> None:
+        """Read from the connection that the sender opened, and say how many messages have arrived."""
+        self.link, self.offered, self.broken = self.offered, None, ""
+        self._begin()
+        self._acknowledge(at_once=True)
+
+    def _drop(self, why: str) -> None:
+        if self.link is not None:
+            self.link.close()
+            self.link = None
+        self.broken, self.call_after = why, time.monotonic() + NOTICE
+
+    def _acknowledge(self, *, at_once: bool = False) -> None:
+        """Let the sender forget what has arrived, now and then."""
+        if at_once or self._unacknowledged >= ACKNOWLEDGE or self._size >= ACKNOWLEDGE_BYTES:
+            self._unacknowledged = self._size = 0
+            with contextlib.suppress(OSError):  # the next read notices it
+                assert self.link is not None
+                self.link.send(COUNT.pack(self._count))
 
     @staticmethod
     def _wait(link: socket.socket, timeout: float, alarm: socket.socket | None) -> bool:
@@ -100,7 +156,10 @@ class Inbound:
                     self._check_guess(self._guess)
             if self._opened is not None:
                 opened: T = self._opened
-                self._begin()
+                self._count += 1
+                self._unacknowledged += 1
+                self._size += self._got
+                self._start()
                 return opened
             if self._prefix is None:
                 self._prefix, self._text = wire.read_head(bytes(self._head))
@@ -117,13 +176,13 @@ class Inbound:
             self._ahead = self._ahead[size:]
             return size
         try:
-            got = link.recvmsg_into(self._missing[:_PIECES])[0]
+            got = link.recvmsg_into(self._missing[:PIECES])[0]
         except BlockingIOError:
             return None
         except OSError as error:
-            raise TransportError(f"the connection broke: {error}") from error
+            raise ConnectionLost(f"the connection broke: {error}") from error
         if not got:
-            raise TransportError("it closed the connection")
+            raise ConnectionLost("it closed the connection")
         return got
 
     def _check_guess(self, guess: Guess) -> None:
@@ -134,25 +193,6 @@ class Inbound:
         else:
             self._ahead = b"".join(guess.room)[: self._got - wire.HEAD]
             self._missing = []
-
-
-class Outbound:
-    """The sending end of one channel."""
-
-    def __init__(self, target: int, link: socket.socket) -> None:
-        """Connected, and known to the other end."""
-        self.target = target
-        self.link = link
-
-    def write(self, pieces: list[memoryview]) -> list[memoryview]:
-        """Write what the socket accepts without waiting; return the rest."""
-        while pieces:
-            try:
-                sent = self.link.sendmsg(pieces[:_PIECES])
-            except BlockingIOError:
-                return pieces
-            pieces = after(pieces, sent)
-        return []
 
 
 def after(pieces: Sequence[memoryview], done: int) -> list[memoryview]:
@@ -166,169 +206,3 @@ def after(pieces: Sequence[memoryview], done: int) -> list[memoryview]:
             return [piece[done:], *pieces[index + 1 :]]
         done -= len(piece)
     return []
-
-
-Ready = Callable[[], object]
-"""Waits until a GPU has written the memory of a message."""
-
-
-class Outbox:
-    """Sends messages in order.
-
-    The rank's own thread writes what the network accepts at once, so a small message needs no other thread. A thread
-    that ends with the step sends the rest, and what must first come from a GPU. It writes to any receiver that accepts
-    data, so no receiver waits for another.
-    """
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._waiting: dict[Outbound, deque[tuple[list[memoryview], Ready | None, object]]] = {}
-        """For each receiver: what is left of a message, what it waits for, and the owner of its memory."""
-        self._apart: deque[tuple[Any, object]] = deque()
-        self._thread: threading.Thread | None = None
-        self._wakers: tuple[socket.socket, socket.socket] | None = None
-        """While there is a thread: the sockets that wake it, to write to and to read from."""
-        self._ending = False
-        self._failure: tuple[int, BaseException] | None = None
-        self._gone: set[int] = set()
-        """Ranks to which a message could not be sent; the others still get theirs."""
-
-    @property
-    def failed(self) -> bool:
-        """Whether something could not be sent."""
-        return self._failure is not None
-
-    @property
-    def kept(self) -> int:
-        """How many messages are not sent yet."""
-        with self._changed:
-            return sum(map(len, self._waiting.values())) + len(self._apart)
-
-    def send(self, link: Outbound, pieces: list[memoryview], ready: Ready | None = None, owner: object = None) -> None:
-        """Send in the order of the calls, each message after its `ready` has returned.
-
-        `owner` keeps the memory alive as long as it is needed.
-        """
-        if link.target in self._gone:
-            raise TransportError(f"an earlier message could not be sent: {self._problem()}")
-        with self._changed:
-            idle = not self._waiting.get(link)
-        if idle and ready is None:
-            try:
-                pieces = link.write(pieces)
-            except OSError as error:
-                self._fail(link.target, error)
-                raise TransportError(f"a message could not be sent: {self._problem()}") from error
-            if not pieces:
-                return
-        if ready is None:
-            # The memory belongs to the model, which may change it, so queue a copy.
-            pieces, owner = [memoryview(bytes(piece)) for piece in pieces], None
-        with self._changed:
-            self._waiting.setdefault(link, deque()).append((pieces, ready, owner))
-            if self._thread is None or self._ending:
-                self._end_late()
-                self._ending, self._wakers = False, socket.socketpair()
-                for waker in self._wakers:
-                    waker.setblocking(False)
-                self._thread = threading.Thread(
-                    target=self._send_all, args=(self._wakers[1],), name="stageline sender", daemon=True
-                )
-                self._thread.start()
-        self._wake()
-
-    def keep(self, sent: tuple[Any, object]) -> None:
-        """Keep a tensor that a process group is sending, until it is sent."""
-        self._apart.append(sent)
-        self._drop_done()
-
-    def flush(self, end: float) -> None:
-        """Wait until everything is sent, at most until a moment of `time.monotonic`; then end the thread."""
-        with self._changed:
-            self._changed.wait_for(lambda: not any(self._waiting.values()), max(0.0, end - time.monotonic()))
-            late = sum(map(len, self._waiting.values()))
-        self._drop_done()
-        while self._apart and self._failure is None and time.monotonic() < end:
-            time.sleep(0.0001)
-            self._drop_done()
-        if self._failure is not None:
-            raise TransportError(f"a message could not be sent: {self._problem()}") from self._failure[1]
-        if late or self._apart:
-            raise TransportError(f"{late + len(self._apart)} messages were not taken by their receivers")
-        self.close(max(0.1, end - time.monotonic()))
-
-    def close(self, patience: float) -> None:
-        """End the thread."""
-        if self._thread is not None:
-            self._ending = True
-            self._wake()
-            self._thread.join(patience)
-            if not self._thread.is_alive():
-                self._thread = None
-                for waker in self._wakers or ():
-                    waker.close()
-                self._wakers = None
-
-    def _end_late(self) -> None:
-        """Wait for a thread that is ending, before another one starts."""
-        if self._thread is not None:
-            self._wake()
-            self._thread.join()
-            self._thread = None
-            for waker in self._wakers or ():
-                waker.close()
-
-    def _wake(self) -> None:
-        if self._wakers is not None:
-            with contextlib.suppress(OSError):
-                self._wakers[0].send(b"!")
-
-    def _problem(self) -> str:
-        target, error = self._failure or (-1, None)
-        return f"to rank {target}: {error}"
-
-    def _drop_done(self) -> None:
-        while self._apart and self._apart[0][0].is_completed():
-            self._apart.popleft()
-
-    def _send_all(self, waker: socket.socket) -> None:
-        while not self._ending:
-            with self._changed:
-                links = {link.link.fileno(): link for link, jobs in self._waiting.items() if jobs}
-            poll = select.poll()
-            poll.register(waker, select.POLLIN)
-            for number in links:
-                poll.register(number, select.POLLOUT)
-            for number, _ in poll.poll():
-                if number in links:
-                    self._send_some(links[number])
-            with contextlib.suppress(BlockingIOError):
-                while waker.recv(4096):
-                    pass
-
-    def _send_some(self, link: Outbound) -> None:
-        """Write as much of a receiver's first queued message as it accepts."""
-        jobs = self._waiting[link]
-        pieces, ready, owner = jobs[0]
-        try:
-            if ready is not None:
-                ready()
-            pieces = link.write(pieces)
-        except BaseException as error:
-            self._fail(link.target, error)
-            return
-        with self._changed:
-            if pieces:
-                jobs[0] = (pieces, None, owner)
-            else:
-                jobs.popleft()
-                self._changed.notify_all()
-
-    def _fail(self, target: int, error: BaseException) -> None:
-        with self._changed:
-            self._gone.add(target)
-            self._failure = self._failure or (target, error)
-            for link, jobs in self._waiting.items():
-                if link.target == target:
-                    jobs.clear()
-            self._changed.notify_all()

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from stageline.common.errors import TransportError
 from stageline.transport import wire
 from stageline.transport.clock_alignment import TRIPS, Alignment, Reading, aligned, clock_number, offset_of
-from stageline.transport.tcp.channels import Inbound, Outbound, Outbox
+from stageline.transport.tcp.channels import Inbound
 from stageline.transport.tcp.links import Links
+from stageline.transport.tcp.outbox import Outbound, Outbox
 
 TURNS = 1 << 20
 """The turn of step n of transport k is k + n * TURNS."""
@@ -114,7 +115,7 @@ class Exchange:
             return room, [memoryview(room).cast("B")]  # type: ignore[arg-type]
 
         while (rows := inbound.take(open_it, time.monotonic() + CHECK_EVERY)) is None:
-            if inbound.link is None:
+            if not inbound.connected:
                 self._links.connect(inbound, CHECK_EVERY, wakeful=False)
             check()
         if len(rows) != count:

@@ -4,6 +4,10 @@ Every process listens on one port; a sender connects to it and says hello. The t
 straight from the socket, so a message wakes one thread of the receiver and no other. `wake` ends all waits early, from
 any thread.
 
+A thread, the keeper, accepts connections and watches those of this sender; it sleeps while nothing happens to them. A
+connection that breaks is opened again by its sender (`repair.py`). A receiver that notices it first calls the sender:
+it says hello on another connection, with the number of the channel that is to be opened again.
+
 Both ends prove that they know the secret of the job (`common/trust.py`), and a sender need not wait for an answer: a
 listener publishes its address with a nonce and a proof of both, and a hello proves the sender, the kind of its channel,
 that address and nonce, and a nonce of its own. So nobody else can stand in for a rank, and a hello serves at one
@@ -22,7 +26,8 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -31,7 +36,9 @@ from stageline.common.errors import TransportError
 from stageline.common.ports import listen
 from stageline.common.trust import Sharing, new_nonce, one_machine, proof, proves
 from stageline.transport._torch_private import default_store
-from stageline.transport.tcp.channels import ChannelKind, Inbound, Outbound
+from stageline.transport.tcp.channels import ChannelKind, Inbound
+from stageline.transport.tcp.outbox import Outbound
+from stageline.transport.tcp.repair import start_repair
 
 KINDS: tuple[ChannelKind, ...] = ("forward", "backward", "exchange")
 CONNECT = 30.0
@@ -40,6 +47,9 @@ STRANGERS = 64
 """How many connections that have not said hello are kept, beside those of the ranks."""
 PATIENCE = 5.0
 """Seconds in which a stranger must say hello."""
+CALL_EVERY = 1.0
+"""Seconds between two calls to the sender of a connection that broke."""
+HUNG_UP = getattr(select, "POLLRDHUP", select.POLLHUP)
 _HELLO = struct.Struct("<8s32s64sii")
 _MAGIC = b"stagelin"
 
@@ -75,12 +85,22 @@ class Links:
         """Whether `alarm`, which ends waits, has something to read."""
         self._addresses: list[str] = []
         self._token = ""
+        self.deadline = 60.0
+        """Seconds in which a connection that broke must be opened again."""
+        self.ended = False
+        """Whether the connections have ended on purpose."""
         self._strangers: dict[socket.socket, tuple[bytes, float]] = {}
         self._in: dict[tuple[int, ChannelKind], Inbound] = {}
         self._out: dict[tuple[int, ChannelKind], Outbound] = {}
-        self._accepting = threading.Lock()
+        self._nonces: set[bytes] = set()
+        """Those of the hellos that were accepted."""
+        self._changed = threading.Condition()
+        self._caller, self._ear = socket.socketpair()
+        """To wake the keeper."""
+        self._caller.setblocking(False)
+        self._ear.setblocking(False)
         # With the last pipeline that uses them; not at exit, when the modules that this needs may be gone.
-        own = (self._listener, self._bell, self.alarm)
+        own = (self._listener, self._bell, self.alarm, self._caller)
         self._closing = weakref.finalize(self, _close, own, self._in, self._out, self._strangers)
         self._closing.atexit = False
         _open.add(self)
@@ -116,54 +136,93 @@ class Links:
         """Take the addresses of all processes, and the secret by which they know each other."""
         self._addresses = list(addresses)
         self._token = token
+        if not self.ended:
+            threading.Thread(
+                target=_keep, args=(weakref.ref(self), self._ear), name="stageline keeper", daemon=True
+            ).start()
 
     def inbound(self, source: int, kind: ChannelKind) -> Inbound:
         """The receiving end of a channel, connected or not."""
-        key = (source, kind)
-        if key not in self._in:
-            self._in[key] = Inbound(source, kind)
-        return self._in[key]
+        with self._changed:
+            key = (source, kind)
+            if key not in self._in:
+                self._in[key] = Inbound(source, kind)
+            return self._in[key]
 
     def outbound(self, target: int, kind: ChannelKind) -> Outbound:
         """The sending end of a channel; connects it if needed."""
         key = (target, kind)
         if key not in self._out:
-            host, port, _ = self._addresses[target].rsplit("|", 2)
+            host = self._addresses[target].rsplit("|", 2)[0]
             try:
-                link = socket.create_connection((host, int(port)), timeout=CONNECT)
-                link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                link.sendall(self._hello(target, kind))
-                link.setblocking(False)
+                link = self.dial(target, kind)
             except OSError as error:
                 raise TransportError(f"rank {self.rank} cannot connect to rank {target} at {host}: {error}") from error
-            self._out[key] = Outbound(target, link)
+            find = weakref.ref(self)
+            self._out[key] = Outbound(target, kind, link, lambda outbound: start_repair(outbound, find))
+            self.wake_keeper()
         return self._out[key]
 
-    def _hello(self, target: int, kind: ChannelKind) -> bytes:
-        nonce, number = new_nonce(), KINDS.index(kind)
+    def dial(self, target: int, kind: ChannelKind, *, call: bool = False) -> socket.socket:
+        """Connect to a rank, and say hello; `call` asks it to open its own channel to this rank again."""
+        host, port, _ = self._addresses[target].rsplit("|", 2)
+        link = socket.create_connection((host, int(port)), timeout=CONNECT)
+        try:
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            link.sendall(self._hello(target, KINDS.index(kind) + (len(KINDS) if call else 0)))
+            link.setblocking(False)
+        except BaseException:
+            link.close()
+            raise
+        return link
+
+    def _hello(self, target: int, number: int) -> bytes:
+        nonce = new_nonce()
         claim = proof(self._token, "sender", self.rank, target, number, self._addresses[target], nonce)
         return _HELLO.pack(_MAGIC, nonce.encode(), claim.encode(), self.rank, number)
 
     def connect(self, inbound: Inbound, timeout: float, *, wakeful: bool = True) -> None:
-        """Wait for the sender of a channel to connect; returns early after any connection or an alarm."""
-        poll = select.poll()
-        with self._accepting:
-            if self._accept(inbound):
+        """Wait for the sender of a channel to connect; returns early after an alarm.
+
+        If a connection broke, ask the sender for another one; raise TransportError if that process is gone.
+        """
+        end = time.monotonic() + timeout
+        while True:
+            until = min(end, inbound.call_after) if inbound.broken else end
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: inbound.connected or self.ended or (wakeful and self.alarmed),
+                    max(0.0, until - time.monotonic()),
+                )
+            if inbound.connected or (wakeful and self.alarmed) or time.monotonic() >= end:
                 return
-            for link in (self._listener, *self._strangers):
-                poll.register(link, select.POLLIN)
-        if wakeful:
-            poll.register(self.alarm, select.POLLIN)
-        poll.poll(max(0.0, 1e3 * timeout))
-        with self._accepting:
-            self._accept(inbound)
+            if inbound.broken and time.monotonic() >= inbound.call_after:
+                self._call_sender(inbound)
+
+    def _call_sender(self, inbound: Inbound) -> None:
+        inbound.call_after = time.monotonic() + CALL_EVERY
+        try:
+            if self.ended:
+                raise ConnectionRefusedError
+            self.dial(inbound.source, inbound.kind, call=True).close()
+        except ConnectionRefusedError as error:
+            raise TransportError(inbound.broken) from error
+        except OSError:
+            return  # the deadline of the step decides
 
     def wake(self) -> None:
         """Raise the alarm: end the waits of this process until `reset`. May be called from any thread."""
-        self.alarmed = True
+        with self._changed:
+            self.alarmed = True
+            self._changed.notify_all()
         with contextlib.suppress(OSError):
             self._bell.send(b"!")
+
+    def wake_keeper(self) -> None:
+        """Let the keeper see what has changed."""
+        with contextlib.suppress(OSError):
+            self._caller.send(b"!")
 
     def reset(self) -> None:
         """End the alarm."""
@@ -172,18 +231,28 @@ class Links:
             while self.alarm.recv(1024):
                 pass
 
-    def _accept(self, wanted: Inbound) -> bool:
-        """Accept connections and read their hellos; return whether the wanted sender is connected."""
+    def watched(self) -> dict[int, tuple[int, Callable[[], None]]]:
+        """What the keeper waits for: files, their events, and what to do."""
+        watched: dict[int, tuple[int, Callable[[], None]]] = {}
+        for outbound in list(self._out.values()):
+            if not outbound.repairing and not outbound.failed and outbound.link.fileno() >= 0:
+                lose = partial(outbound.lose, "its receiver closed the connection")
+                watched[outbound.link.fileno()] = (HUNG_UP, lose)
+        for link in (self._listener, *self._strangers):
+            watched[link.fileno()] = (select.POLLIN, self.accept)
+        return watched
+
+    def accept(self) -> None:
+        """Accept connections and read their hellos."""
         now = time.monotonic()
         for link, (_, since) in list(self._strangers.items()):
             self._listen(link)
             if link in self._strangers and now - since > PATIENCE:
                 self._dismiss(link)
-        while (call := self._take_call()) is not None:
+        while not self.ended and (call := self._take_call()) is not None:
             call.setblocking(False)
             self._strangers[call] = (b"", now)
             self._listen(call)  # a rank says hello at once, so it is no stranger when the next one connects
-        return wanted.link is not None
 
     def _take_call(self) -> socket.socket | None:
         """The next connection; None if there is none. The oldest strangers go before the table is full."""
@@ -222,51 +291,96 @@ class Links:
 
     def _welcome(self, link: socket.socket, hello: bytes) -> bool:
         magic, nonce, claim, source, number = _HELLO.unpack(hello)
-        if magic != _MAGIC or not 0 <= source < self.ranks or not 0 <= number < len(KINDS):
+        if magic != _MAGIC or not 0 <= source < self.ranks or not 0 <= number < 2 * len(KINDS):
             return False
         facts = ("sender", source, self.rank, number, self.address, nonce.decode(errors="replace"))
         if not self._token or not proves(claim.decode(errors="replace"), self._token, *facts):
             return False
-        inbound = self.inbound(source, KINDS[number])
-        if inbound.link is not None:
+        if nonce in self._nonces:
             return False
+        self._nonces.add(nonce)
+        kind = KINDS[number % len(KINDS)]
+        if number >= len(KINDS):
+            called = self._out.get((source, kind))
+            if called is not None and called.age > CALL_EVERY / 2:  # it may not have seen a new one yet
+                called.lose("its receiver lost the connection")
+            return False
+        inbound = self.inbound(source, kind)
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        inbound.link = link
+        with self._changed:
+            if inbound.offered is not None:
+                inbound.offered.close()
+            inbound.offered, old = link, inbound.link
+            self._changed.notify_all()
+        if old is not None:  # the thread that reads from it takes the new one then
+            with contextlib.suppress(OSError):
+                old.shutdown(socket.SHUT_RDWR)
         return True
 
     def hang_up(self) -> None:
-        """Shut down all connections, which ends all waits on them at both ends."""
-        for link in self._ends():
+        """Shut down all connections, which ends all waits on them at both ends, and accept no others."""
+        with self._changed:
+            self.ended = True
+            self._changed.notify_all()
+        for link in (self._listener, *self._ends()):
             with contextlib.suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close all sockets."""
+        self.ended = True
         self._closing()
 
     def _ends(self) -> list[socket.socket]:
         return _ends(self._in, self._out)
 
     def _sockets(self) -> list[socket.socket]:
-        return [*self._ends(), *self._strangers, self._listener, self._bell, self.alarm]
+        own = [self._listener, self._bell, self.alarm, self._caller, self._ear]
+        return [*self._ends(), *self._strangers, *own]
 
 
 def _ends(incoming: Mapping[Any, Inbound], outgoing: Mapping[Any, Outbound]) -> list[socket.socket]:
-    links = [end.link for end in list(incoming.values()) if end.link is not None]
+    links = [link for end in list(incoming.values()) for link in (end.link, end.offered) if link is not None]
     return [*links, *(end.link for end in list(outgoing.values()))]
 
 
 def _close(
-    own: tuple[socket.socket, socket.socket, socket.socket],
+    own: tuple[socket.socket, ...],
     incoming: Mapping[Any, Inbound],
     outgoing: Mapping[Any, Outbound],
     strangers: Mapping[socket.socket, Any],
 ) -> None:
-    """End all waits, and close everything."""
-    with contextlib.suppress(OSError):
-        own[1].send(b"!")
+    """End all waits and the keeper, and close everything."""
+    for bell in (own[1], own[3]):
+        with contextlib.suppress(OSError):
+            bell.send(b"!")
     for link in (*_ends(incoming, outgoing), *strangers, *own):
         link.close()
+
+
+def _keep(find: Callable[[], Links | None], ear: socket.socket) -> None:
+    """The keeper: accept connections, and notice those that break, as long as the links are used."""
+    with ear:
+        while (links := find()) is not None and not links.ended:
+            watched = links.watched()
+            timeout = PATIENCE if links._strangers else None
+            del links
+            poll = select.poll()
+            poll.register(ear, select.POLLIN)
+            for number, (event, _) in watched.items():
+                poll.register(number, event)
+            numbers = [number for number, _ in poll.poll(None if timeout is None else max(1.0, 1e3 * timeout))]
+            with contextlib.suppress(OSError):
+                while len(ear.recv(1024)) == 1024:
+                    pass
+            links = find()
+            if links is None or links.ended:
+                return
+            for react in {watched[number][1] for number in numbers if number in watched}:
+                with contextlib.suppress(OSError, TransportError):
+                    react()
+            if timeout is not None:
+                links.accept()  # a stranger may have been silent for too long
 
 
 def _proven(text: str, source: int, rank: int, token: str) -> str:

@@ -30,9 +30,10 @@ from stageline.transport import wire
 from stageline.transport.gpu.host_staging import Staging, pinned
 from stageline.transport.gpu.payloads import Payloads
 from stageline.transport.protocol import Header, Message, Traffic, check_message
-from stageline.transport.tcp.channels import Guess, Inbound, Outbound, Outbox
+from stageline.transport.tcp.channels import Guess, Inbound
 from stageline.transport.tcp.exchange import TURNS, Exchange, other_turn
 from stageline.transport.tcp.links import Links
+from stageline.transport.tcp.outbox import Outbound, Outbox
 from stageline.transport.threads import Arrive, ThreadHub, receive_timeout, stopped_waiting
 from stageline.transport.wire import Announcement, Pattern, TensorMeta
 
@@ -339,7 +340,7 @@ class SocketTransport:
         """The next message that arrives in time and is not a failure note; a broken channel delivers none."""
         try:
             while inbound.left:
-                if inbound.link is None:
+                if not inbound.connected:
                     self._links.connect(inbound, end - time.monotonic(), wakeful=wakeful)
                 opened = inbound.take(self._open, end, self._links.alarm if wakeful else None, guess)
                 if opened is None:
