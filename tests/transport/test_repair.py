@@ -136,7 +136,7 @@ def test_a_receiver_that_alone_knows_of_a_broken_connection_calls_its_sender(lin
 
 def test_a_message_whose_tensor_changed_is_not_sent_again() -> None:
     tensor = torch.zeros(COPIED)
-    sent = Sent([memory_of(tensor)], None, [(tensor, tensor._version, tensor.data_ptr())])
+    sent = Sent([memory_of(tensor)], None, [(tensor, tensor._version, tensor.data_ptr())], 4 * COPIED)
     assert bytes(sent.copied().pieces[0]) == bytes(4 * COPIED)
     tensor.add_(1)
     with pytest.raises(TransportError, match="changed in place after it was sent"):

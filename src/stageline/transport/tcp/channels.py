@@ -21,7 +21,7 @@ Open: TypeAlias = Callable[[wire.Prefix, bytes], tuple[T, list[memoryview]]]
 """Called when the header of a message has arrived: returns the result for the whole message, and where the bytes of its
 tensors go."""
 
-ACKNOWLEDGE, ACKNOWLEDGE_BYTES = 16, 1 << 20
+ACKNOWLEDGE, ACKNOWLEDGE_BYTES = 32, 1 << 20
 """A receiver acknowledges messages after so many, or after so many bytes."""
 NOTICE = 0.1
 """Seconds in which a sender notices that a connection broke, until its receiver calls it."""
@@ -94,7 +94,7 @@ class Inbound:
 
         If the guess is right, this costs one system call and a comparison. Without a connection, this does not wait.
         """
-        while self.connected:
+        while self.link is not None or self.offered is not None:
             try:
                 if self.link is None:
                     self._adopt()
@@ -107,7 +107,8 @@ class Inbound:
                 self._drop(str(error))
                 continue
             if opened is not None:
-                self._acknowledge()
+                if self._unacknowledged >= ACKNOWLEDGE or self._size >= ACKNOWLEDGE_BYTES:
+                    self._acknowledge()
                 return opened
             if not self._wait(self.link, end - time.monotonic(), alarm):
                 return None
@@ -117,7 +118,7 @@ class Inbound:
         """Read from the connection that the sender opened, and say how many messages have arrived."""
         self.link, self.offered, self.broken = self.offered, None, ""
         self._begin()
-        self._acknowledge(at_once=True)
+        self._acknowledge()
 
     def _drop(self, why: str) -> None:
         if self.link is not None:
@@ -125,13 +126,12 @@ class Inbound:
             self.link = None
         self.broken, self.call_after = why, time.monotonic() + NOTICE
 
-    def _acknowledge(self, *, at_once: bool = False) -> None:
-        """Let the sender forget what has arrived, now and then."""
-        if at_once or self._unacknowledged >= ACKNOWLEDGE or self._size >= ACKNOWLEDGE_BYTES:
-            self._unacknowledged = self._size = 0
-            with contextlib.suppress(OSError):  # the next read notices it
-                assert self.link is not None
-                self.link.send(COUNT.pack(self._count))
+    def _acknowledge(self) -> None:
+        """Let the sender forget what has arrived."""
+        self._unacknowledged = self._size = 0
+        with contextlib.suppress(OSError):  # the next read notices it
+            assert self.link is not None
+            self.link.send(COUNT.pack(self._count))
 
     @staticmethod
     def _wait(link: socket.socket, timeout: float, alarm: socket.socket | None) -> bool:

@@ -30,11 +30,8 @@ class Sent(NamedTuple):
     ready: Ready | None
     tensors: list[tuple[Tensor, int, int]]
     """The owners of the memory, with their versions and addresses when the message was sent."""
-
-    @property
-    def size(self) -> int:
-        """How many bytes it has."""
-        return sum(map(len, self.pieces))
+    size: int
+    """How many bytes it has."""
 
     def copied(self) -> Sent:
         """The same in memory that nobody changes; raises TransportError if its tensors have changed."""
@@ -49,7 +46,7 @@ class Sent(NamedTuple):
             raise TransportError(
                 "a message cannot be sent again, because its tensor was changed in place after it was sent"
             )
-        return Sent(copies, None, [])
+        return Sent(copies, None, [], self.size)
 
     def _is_intact(self) -> bool:
         return all(
@@ -100,39 +97,38 @@ class Outbound:
             if self.repairing:
                 self._keep(sent.copied())
                 return None, self.connections
-            if len(self._kept) >= 2 * ACKNOWLEDGE or self._size >= ACKNOWLEDGE_BYTES:
+            if len(self._kept) >= 2 * ACKNOWLEDGE or self._size >= 2 * ACKNOWLEDGE_BYTES:
                 self.collect()
-            self._keep(sent)
+            self._kept.append(sent)
+            self._size += sent.size
             rest = sent.pieces if not write or ready is not None else self.write(sent.pieces)
             return rest, self.connections
 
     def write(self, pieces: list[memoryview]) -> list[memoryview] | None:
-        """Write what the socket accepts without waiting; return the rest, or None if the connection broke."""
-        with self.lock:
-            try:
-                while pieces:
-                    sent = self.link.sendmsg(pieces[:PIECES])
-                    pieces = after(pieces, sent)
-            except BlockingIOError:
-                pass
-            except OSError as error:
-                self.lose(str(error))
-                return None
+        """Write what the socket accepts without waiting; return the rest, or None if the connection broke.
+
+        The caller holds the lock.
+        """
+        try:
+            while pieces:
+                pieces = after(pieces, self.link.sendmsg(pieces[:PIECES]))
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self.lose(str(error))
+            return None
         return pieces
 
     def collect(self) -> None:
-        """Forget what the receiver has acknowledged."""
-        with self.lock, contextlib.suppress(BlockingIOError):
-            try:
-                self._counts += self.link.recv(4096)
-            except BlockingIOError:
-                raise
-            except OSError:
-                return  # the next write notices it
-            whole = len(self._counts) - len(self._counts) % COUNT.size
-            if whole:
-                self.forget(COUNT.unpack_from(self._counts, whole - COUNT.size)[0])
-                self._counts = self._counts[whole:]
+        """Forget what the receiver has acknowledged; the caller holds the lock."""
+        try:
+            self._counts += self.link.recv(4096)
+        except OSError:
+            return  # there is nothing, or the next write notices an end
+        whole = len(self._counts) - len(self._counts) % COUNT.size
+        if whole:
+            self.forget(COUNT.unpack_from(self._counts, whole - COUNT.size)[0])
+            self._counts = self._counts[whole:]
 
     def forget(self, count: int) -> None:
         """Forget the messages before this number."""
@@ -197,10 +193,10 @@ class Outbound:
 
 
 def _keepable(pieces: list[memoryview], ready: Ready | None, owner: Sequence[Tensor]) -> Sent:
-    size = sum(map(len, pieces))
+    size = sum([len(piece) for piece in pieces])
     if ready is None and (size <= COPIED or any(tensor.is_inference() for tensor in owner)):
-        return Sent([memoryview(b"".join(pieces))], None, [])
-    return Sent(pieces, ready, [(tensor, tensor._version, tensor.data_ptr()) for tensor in owner])
+        return Sent([memoryview(b"".join(pieces))], None, [], size)
+    return Sent(pieces, ready, [(tensor, tensor._version, tensor.data_ptr()) for tensor in owner], size)
 
 
 class Outbox:
