@@ -138,7 +138,8 @@ def train_beside_a_stranger(rank: int) -> int:
                     struct.pack("<8s32s64sii", b"stagelin", b"a" * 32, claim.encode(), 1 - target, lane),
                 )
                 knock((host, int(port)), struct.pack("<8s32sii", b"stagelin", word.encode()[:32], 1 - target, lane))
-    monitor = watch.control._connection
+    assert watch.control._channel is not None
+    monitor = watch.control._channel.connection
     assert monitor is not None
     for word in words:
         for other in range(2):

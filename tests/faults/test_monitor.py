@@ -32,7 +32,7 @@ from stageline.faults.monitor import (
     start_monitor,
 )
 from stageline.faults.monitor.blame import GRACE, BlameRules
-from stageline.faults.monitor.connection import NAME, control_host
+from stageline.faults.monitor.connection import NAME, Connection, control_host
 from stageline.faults.monitor.server import Server
 from stageline.testing import shared_gpu
 
@@ -659,6 +659,34 @@ def test_callbacks_receive_a_verdict_and_may_fail() -> None:
     assert [str(verdict) for verdict in heard] == ["rank 0 failed: planted"] * 2
     assert warnings == ["rank 0: a callback of the control channel failed: ArithmeticError: planted"]
     assert gone(job)
+
+
+def test_many_ranks_hear_of_each_other_and_the_same_verdict() -> None:
+    """As many as one process can play; a benchmark measures a thousand."""
+    ranks = 200
+    address = start_monitor(ranks, LONG, LONG)
+    connections = [Connection(address, rank, f"pid {rank}") for rank in range(ranks)]
+
+    def heard(connection: Connection, what: str) -> Any:
+        end = time.monotonic() + PATIENCE
+        messages = connection.received_early()
+        while not (hits := [message[what] for message in messages if what in message]):
+            assert time.monotonic() < end
+            if not messages:
+                time.sleep(0.005)
+            messages = connection.receive() or []
+        return hits[0]
+
+    assert all(heard(connection, "all") for connection in connections)
+    for connection in connections:
+        connection.send({"beat": 1, "doing": "F", "waits": 150, "done": 0})
+    connections[150].close()
+    verdicts = [heard(connection, "verdict") for rank, connection in enumerate(connections) if rank != 150]
+    assert all(verdict == verdicts[0] for verdict in verdicts)
+    assert (verdicts[0]["culprit"], verdicts[0]["kind"]) == (150, "died")
+    for connection in connections:
+        connection.close()
+    assert gone(address.job)
 
 
 # The rules alone, with times that the tests pass.

@@ -154,7 +154,7 @@ def batches() -> Iterator[tuple[Tensor, Tensor]]:
         yield torch.rand(64, 64, generator=generator), torch.rand(64, 64, generator=generator)
 
 
-STEPS = 15
+STEPS = 8
 
 
 def disturbed(rank: int) -> tuple[list[float], int]:
@@ -178,4 +178,4 @@ def disturbed(rank: int) -> tuple[list[float], int]:
 def test_a_pipeline_whose_connections_are_reset_computes_the_same_bits() -> None:
     results = run_ranks(disturbed, 3)
     assert all(losses == results[0][0] for losses, _ in results)
-    assert sum(resets for _, resets in results) > 20, "nothing was disturbed"
+    assert sum(resets for _, resets in results) > 10, "nothing was disturbed"

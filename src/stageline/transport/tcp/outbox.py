@@ -301,7 +301,8 @@ class Outbox:
         if self._thread is not None:
             self._ending = True
             self._wake()
-            self._thread.join(patience)
+            if self._thread.is_alive():
+                self._thread.join(patience)
             if not self._thread.is_alive():
                 self._thread = None
                 for waker in self._wakers or ():

@@ -252,7 +252,8 @@ class SocketTransport:
         self._links.hang_up()
         self._outbox.close(patience)
         for thread in self._threads:
-            thread.join(max(0.0, end - time.monotonic()))
+            if thread.is_alive():  # one that has not started yet ends by itself
+                thread.join(max(0.0, end - time.monotonic()))
 
     def exchange(self, ranks: Sequence[int]) -> Exchange:
         """An exchange of numbers between some of the ranks, this one among them; all of them create it."""
