@@ -10,6 +10,7 @@ on the speed of the machine.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import random
@@ -89,6 +90,43 @@ def against_heuristic(arguments: argparse.Namespace) -> Iterator[Row]:
                 }  # fmt: skip
 
 
+def cap_instances() -> Iterator[tuple[int, int, float, float, int | None]]:
+    """Yield 40 instances: ranks, microbatches, cap over ranks, residue, and the seed of unequal stages."""
+    dice = random.Random(40)
+    for ranks, factor in itertools.product((4, 6, 8, 16, 32), (2, 3, 4, 8)):
+        for tight in (True, False):
+            cap = dice.choice((0.5, 0.75) if tight else (1.0, 1.25, 1.5, 2.0))
+            residue = dice.choice((0.3, 0.5, 0.75, 1.0))
+            yield ranks, factor * ranks, cap, residue, dice.choice((None, dice.randrange(100)))
+
+
+def under_caps(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Spans of 40 instances under caps: gap to the bound, and the span over that of the zero-bubble heuristic."""
+    for ranks, count, share, residue, seed in itertools.islice(cap_instances(), 16 if arguments.quick else None):
+        costs, cap = costs_of(ranks, seed, residue), share * ranks
+        peer = zero_bubble_heuristic(costs, ranks, count, [cap] * ranks, "span")
+        r = sl.synthesize(costs, ranks, count, memory=cap, objective="span", time_limit=arguments.time_limit)
+        yield {
+            "ranks": ranks, "microbatches": count, "cap over ranks": share, "residue": residue,
+            "stages": "equal" if seed is None else "±30%", "bubble": r.timeline.span_bubble, "gap": r.gap,
+            "ratio": None if peer is None else r.achieved / sl.simulate(peer, costs).span, "seconds": r.seconds,
+        }  # fmt: skip
+
+
+def published(arguments: argparse.Namespace) -> Iterator[Row]:
+    """The instance of the zero-bubble paper's program with its largest bubble: P=16, M=48, a cap of 1.25 P."""
+    costs = sl.Costs(forward=11.347, backward_input=11.248, backward_weight=8.132, transfer=0.377, residue=0.5)
+    for objective in ("span", "makespan"):
+        peer = zero_bubble_heuristic(costs, 16, 48, [20] * 16, objective)
+        r = sl.synthesize(costs, 16, 48, memory=20, objective=objective, time_limit=max(10.0, arguments.time_limit))
+        t = None if peer is None else sl.simulate(peer, costs)
+        yield {
+            "objective": objective, "bubble": r.timeline.span_bubble if objective == "span" else r.timeline.bubble,
+            "bubble of the heuristic": None if t is None else (t.span_bubble if objective == "span" else t.bubble),
+            "gap": r.gap, "seconds": r.seconds,
+        }  # fmt: skip
+
+
 def first_answer(arguments: argparse.Namespace) -> Iterator[Row]:
     """Seconds to the first result, and in total, for large steps."""
     for ranks, count, cap in ((64, 256, None), (64, 256, 64), (32, 256, 24)):
@@ -132,10 +170,12 @@ PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
     "optima": optima,
     "gaps": gaps,
     "heuristic": against_heuristic,
+    "caps": under_caps,
+    "published": published,
     "first": first_answer,
     "1f1b": memory_of_1f1b,
 }
-SHARES = ("gap", "shorter", "closed")
+SHARES = ("gap", "shorter", "closed", "bubble")
 
 
 def shown(key: str, value: object) -> str:

@@ -4,7 +4,8 @@ Each rank runs as many F as its memory allows before its first I can arrive, the
 longer than a W, and shorter ones if the rank would otherwise have the largest bubble; they also free memory when it is
 short. Rank r is always at least one F ahead of rank r+1. Where the description is open, both ways are tried: whether to
 run one more F before the first I, whether to skip an F if the next rank has enough, whether an I that has arrived goes
-first, and, to give the heuristic every chance, whether to run no more F ahead than 1f1b does.
+first, whether a rank may idle as long as the one that idles longest before its first I, and, to give the heuristic
+every chance, whether to run no more F ahead than 1f1b does.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class _State:
         self.activation, self.residue = ([*v] if isinstance(v, Sequence) else [v] * ranks for v in sizes)
         self.count = {kind: [0] * ranks for kind in "FIW"}
         self.free, self.level, self.bubble = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
+        self.allowance = 0.0
+        """How long a rank may idle without running a W, whatever the others do."""
         self.ends: dict[tuple[str, int, int], float] = {}
         self.programs: list[list[str]] = [[] for _ in range(ranks)]
 
@@ -84,6 +87,15 @@ def _warm_up(state: _State, one_more: bool, few: bool) -> list[int]:
     return wanted
 
 
+def _longest_wait(state: _State, warm: list[int]) -> float:
+    """Return the longest time that a rank idles before its first I, if no rank delays it."""
+    waits, back = [0.0], 0.0
+    for rank in reversed(range(state.ranks)):
+        waits.append(state.time["F"][rank] + back - warm[rank] * state.time["F"][rank])
+        back += state.time["F"][rank] + state.time["I"][rank] + 2 * state.hop
+    return max(waits)
+
+
 def _step(state: _State, rank: int, turn: list[str], skip: bool, eager: bool, warm: list[int]) -> bool:
     """Run one action on a rank if the next one is known; return whether it did."""
     forwards, backwards = state.count["F"][rank], state.count["I"][rank]
@@ -112,7 +124,7 @@ def _step(state: _State, rank: int, turn: list[str], skip: bool, eager: bool, wa
     gap = start - state.free[rank]
     if state.owes(rank) and gap > 0:
         largest = max(bubble for other, bubble in enumerate(state.bubble) if other != rank) if state.ranks > 1 else 0.0
-        if gap >= state.time["W"][rank] or state.bubble[rank] + gap > largest:
+        if gap >= state.time["W"][rank] or state.bubble[rank] + gap > max(largest, state.allowance):
             state.run("W", rank)
             return True
     state.run(kind, rank)
@@ -120,12 +132,15 @@ def _step(state: _State, rank: int, turn: list[str], skip: bool, eager: bool, wa
     return True
 
 
-def zero_bubble_heuristic(costs: sl.Costs, ranks: int, microbatches: int, caps: Sequence[float]) -> sl.Schedule | None:
+def zero_bubble_heuristic(
+    costs: sl.Costs, ranks: int, microbatches: int, caps: Sequence[float], objective: str = "makespan"
+) -> sl.Schedule | None:
     """Return the best of its variants; None if all of them deadlock."""
     best: tuple[float, sl.Schedule] | None = None
-    for one_more, skip, eager, few in product((False, True), repeat=4):
+    for one_more, skip, eager, few, allows in product((False, True), repeat=5):
         state = _State(costs, ranks, microbatches, caps)
         warm, turn = _warm_up(state, one_more, few), ["I"] * ranks
+        state.allowance = _longest_wait(state, warm) if allows else 0.0
         moved = True
         while moved:
             order = sorted(range(ranks), key=lambda rank: (state.free[rank], -rank))
@@ -135,6 +150,7 @@ def zero_bubble_heuristic(costs: sl.Costs, ranks: int, microbatches: int, caps: 
         schedule = sl.Schedule.from_programs(state.programs, name="zero-bubble heuristic")
         timeline = sl.simulate(schedule, costs)
         fits = all(peak <= cap * (1 + 1e-9) for peak, cap in zip(timeline.peak_memory, caps, strict=True))
-        if fits and (best is None or timeline.makespan < best[0]):
-            best = timeline.makespan, schedule
+        value = timeline.makespan if objective == "makespan" else timeline.span
+        if fits and (best is None or value < best[0]):
+            best = value, schedule
     return best[1] if best is not None else None

@@ -199,7 +199,7 @@ def test_only_synthesized_schedules_may_be_requested() -> None:
 
 
 def test_an_interrupt_during_synthesis_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: Any) -> float:
+    def interrupt(*_: Any, **options: Any) -> float:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("stageline.synthesis.search.lower_bound", interrupt)

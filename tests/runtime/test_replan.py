@@ -241,7 +241,7 @@ def test_reordering_is_faster_and_needs_no_more_memory_on_any_rank(data: st.Data
 
 
 def test_an_interrupt_during_the_search_for_an_order_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: Any) -> float:
+    def interrupt(*_: Any, **options: Any) -> float:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("stageline.synthesis.search.lower_bound", interrupt)

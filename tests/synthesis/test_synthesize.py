@@ -188,6 +188,25 @@ def test_without_a_cap_many_microbatches_leave_no_gap() -> None:
     assert sl.synthesize(costs, 8, 32, time_limit=20).gap <= 0.01
 
 
+@pytest.mark.parametrize(("residue", "cap"), [(0.5, 10), (0.3, 10), (1.0, 8)])
+def test_ranks_that_idle_no_longer_than_they_must_reach_the_bound_under_a_cap(residue: float, cap: float) -> None:
+    costs = sl.Costs(forward=11.347, backward_input=11.248, backward_weight=8.132, transfer=0.377, residue=residue)
+    r = sl.synthesize(costs, 8, 24, memory=cap, objective="span", time_limit=20, tolerance=0.002)
+    assert r.gap <= 0.002
+    assert max(r.timeline.peak_memory) <= cap
+
+
+def test_a_search_with_an_open_gap_uses_its_time_and_stops_at_the_tolerance() -> None:
+    costs = sl.Costs(forward=11.347, backward_input=11.248, backward_weight=8.132, transfer=0.377, residue=0.3)
+    open_gap = sl.synthesize(costs, 6, 24, memory=3, time_limit=1)
+    assert open_gap.gap > 0
+    assert open_gap.was_cut
+    assert open_gap.seconds >= 0.95
+    tolerant = sl.synthesize(costs, 6, 24, memory=3, time_limit=60, tolerance=0.5)
+    assert 0 < tolerant.gap <= 0.5
+    assert not tolerant.was_cut
+
+
 def test_a_family_of_the_users_own_is_one_to_start_from() -> None:
     @sl.family("all-halves", "all F, all I, all W")
     def all_halves(ranks: int, microbatches: int) -> list[list[str]]:
@@ -317,6 +336,7 @@ def test_several_microbatches_are_under_way_at_once_where_memory_holds_few(
         ({"time_limit": math.inf}, "time_limit must be a number of seconds above 0"),
         ({"memory": math.nan}, "must be a number >= 0"),
         ({"seed": -1}, "seed must be an integer"),
+        ({"tolerance": 1}, "tolerance must be a number from 0 up to 1"),
         ({"ranks": 0}, "synthesize needs ranks to be a whole number from 1"),
         ({"costs": sl.Costs(forward=[1, 2, 3])}, "forward has 3 values and the schedule has 2 stages"),
         ({"costs": 3}, "expected sl.Costs"),

@@ -40,6 +40,9 @@ class SearchOptions:
         _search("--split/--no-split", help="Split every backward, or none. Default: where it helps."),
     ] = None
     time_limit: Annotated[float, _search(metavar="S", help="Seconds to search; Ctrl-C stops earlier.")] = 2.0
+    tolerance: Annotated[
+        float, _search(metavar="X", help="Stop at this gap to the lower bound; 0.01 is 1%. Default: 0, the optimum.")
+    ] = 0.0
     seed: Annotated[int, _search(metavar="N", help="Random seed of the search.")] = 0
 
 

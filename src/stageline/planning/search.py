@@ -318,6 +318,7 @@ class PlanSearch:
                     chunks=shape.chunks,
                     placement=shape.placement or "loop",
                     time_limit=time_left,
+                    tolerance=MIN_GAIN,
                     seed=request.seed,
                 )
             except StagelineError:

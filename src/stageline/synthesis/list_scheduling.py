@@ -15,6 +15,7 @@ ranks have the same lanes, so messages are received in the order in which they a
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import TypeAlias
@@ -29,6 +30,8 @@ Code: TypeAlias = int
 """An action as one integer: (kind × stages + stage) × microbatches + microbatch."""
 Programs: TypeAlias = list[list[Code]]
 """The actions of every rank in order."""
+EVENTS_PER_CHECK = 5000
+"""How many events pass before the clock is read."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,10 @@ class PriorityRule:
     """A ready F yields to an I that arrives within this fraction of F's duration."""
     gap: float = 1.0
     """A W runs if the next arrival is at least this fraction of its duration away."""
+    target: float = math.inf
+    """The objective value to aim at: a rank idles before an arrival only while it can still end within this time."""
+    alternate: bool = False
+    """Whether, of an F and an I that are both ready, the one runs whose kind the rank did not run last."""
     forward_first: bool = False
     """Whether F runs before I if both are ready."""
     whole: bool = False
@@ -106,6 +113,12 @@ class Board:
         need = during_whole if problem.split is False else np.maximum(during_input, growth + during_weight)
         return max(0.0, float(need.max()))
 
+    def work(self, rank: int, whole: bool) -> float:
+        """Return the total duration of the actions of a rank."""
+        times = self.problem.times
+        kinds_run = (kinds.F, kinds.B) if whole else (kinds.F, kinds.I, kinds.W)
+        return sum(sum(times[kind][stage]) for kind in kinds_run for stage in self.problem.stages_of[rank])
+
     def lanes(self, rule: PriorityRule) -> list[list[list[Code]]]:
         """Return the lanes of every rank under a rule: forwards and backwards, split into down and up on a V."""
         problem = self.problem
@@ -164,6 +177,11 @@ class _State:
         self.level = [0.0] * ranks
         self.free = [0.0] * ranks
         self.first_start = [0.0] * ranks
+        self.idle_left = [rule.target - board.work(rank, rule.whole) for rank in range(ranks)]
+        """How long every rank may still idle if it is to reach the target."""
+        self.counts_start = problem.objective == "makespan"
+        """Whether the time before the first action counts as idle."""
+        self.ran_forward = [False] * ranks
         self.programs: Programs = [[] for _ in range(ranks)]
         self.heap = [(0.0, rank) for rank in range(ranks)]
 
@@ -175,7 +193,10 @@ class _State:
         num_deferred = len(self.deferred[rank]) - self.num_weights_run[rank]
         next_arrival = next_backward = math.inf
         blocked = False
-        for lane in self.order if num_deferred <= rule.max_deferred else ():
+        order = self.order
+        if rule.alternate and not self.is_v:
+            order = (1, 0) if self.ran_forward[rank] else (0, 1)
+        for lane in order if num_deferred <= rule.max_deferred else ():
             position = positions[lane]
             if position == len(lanes[lane]):
                 continue
@@ -207,8 +228,12 @@ class _State:
             next_arrival = min(next_arrival, arrives)
         if num_deferred:
             code = self.deferred[rank][self.num_weights_run[rank]]
+            wait = next_arrival - now
             has_gap = (
-                blocked or num_deferred > rule.max_deferred or next_arrival - now >= rule.gap * board.durations[code]
+                blocked
+                or num_deferred > rule.max_deferred
+                or wait >= rule.gap * board.durations[code]
+                or wait > self.idle_left[rank]
             )
             if has_gap and transient[code] <= room:
                 self.num_weights_run[rank] += 1
@@ -222,11 +247,14 @@ class _State:
         end = now + board.durations[code]
         if not self.programs[rank]:
             self.first_start[rank] = now
+        if self.programs[rank] or self.counts_start:
+            self.idle_left[rank] -= now - self.free[rank]
         self.programs[rank].append(code)
         self.free[rank] = end
         heappush(self.heap, (end, rank))
         target = -1
         if code < size:
+            self.ran_forward[rank] = True
             self.num_held[rank] += 1
             self.level[rank] += board.activation[code]
             target, arrives = code + count, end + board.forward_hop[code]
@@ -234,6 +262,7 @@ class _State:
                 target, arrives = self.base + code, end
         elif code < kinds.W * size:
             key = code - self.base
+            self.ran_forward[rank] = False
             self.num_held[rank] -= 1
             self.level[rank] -= board.activation[key]
             if not self.rule.whole:
@@ -250,11 +279,15 @@ class _State:
                 heappush(self.heap, (arrives, receiver))
 
 
-def list_schedule(board: Board, rule: PriorityRule) -> ProgramPlan | None:
-    """Schedule event by event with one rule; return None if memory leaves every rank blocked."""
+def list_schedule(board: Board, rule: PriorityRule, is_over: Callable[[], bool] = lambda: False) -> ProgramPlan | None:
+    """Schedule event by event with one rule; return None if memory leaves every rank blocked, or time is up."""
     state = _State(board, rule)
     heap, free = state.heap, state.free
+    num_events = 0
     while heap:
+        num_events += 1
+        if num_events % EVENTS_PER_CHECK == 0 and is_over():
+            return None
         now, rank = heappop(heap)
         if free[rank] <= now:
             code = state.choose(now, rank)

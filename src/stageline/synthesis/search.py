@@ -1,7 +1,8 @@
 """The search: which steps run, in which order, and how much work each may do.
 
-Work is counted in actions, not in seconds, so the same seed gives the same schedule on any machine that is fast enough.
-The clock only stops a search that takes too long, and the result says if it did.
+The work of each step is counted in actions, not in seconds, so a search that proves its optimum gives the same schedule
+for the same seed on any machine. As long as a gap is open, the search goes on until its time is up, and the result says
+so.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ from stageline.synthesis.problem import SLACK, Problem, with_microbatches
 
 ACTIONS_PER_SECOND = 300_000
 """Work per second of the time limit; most machines are faster."""
+CAREFUL_ACTIONS_PER_SECOND = 10_000
+"""The careful lower bound is computed for at most this many actions per second of the time limit."""
+RESULT_COST = 5.0
+"""Time to verify and simulate the result, over the time to build and check a named family."""
 MAX_EXACT_ACTIONS = 500
 """Largest number of actions for the exact search."""
 ORDERS = ((3, 2, 1, 0), (1, 3, 2, 0), (2, 3, 1, 0), (2, 1, 3, 0), (1, 2, 3, 0), (3, 2, 0, 1))
@@ -54,6 +59,8 @@ class Search:
     seconds: float
     seed: int
     progress: Callable[[SearchProgress], None] | None = None
+    tolerance: float = 0.0
+    """The gap at which the search ends."""
     baselines: dict[str, float] = field(default_factory=dict)
     """The named families that fit, with their objective values."""
     by_form: dict[bool, ProgramPlan] = field(default_factory=dict)
@@ -68,6 +75,8 @@ class Search:
 
     def __post_init__(self) -> None:
         self.started = time.monotonic()
+        self.reserve = 0.0
+        """Seconds at the end that are left for the result."""
         self.board = Board(self.problem)
         self.dice = random.Random(self.seed)
 
@@ -78,15 +87,15 @@ class Search:
 
     def is_over(self) -> bool:
         """Whether time is up; sets `was_cut` if so."""
-        if self.elapsed < self.seconds:
+        if self.elapsed < self.seconds - self.reserve:
             return False
         self.was_cut = True
         return True
 
     @property
     def is_proven(self) -> bool:
-        """Whether the best plan is proven optimal."""
-        return self.best is not None and self.best.value <= self.lower_bound * (1 + SLACK)
+        """Whether the best plan is proven optimal, up to the tolerance."""
+        return self.best is not None and self.best.value <= self.lower_bound * (1 + self.tolerance + SLACK)
 
     def offer(self, plan: ProgramPlan | None) -> None:
         """Keep a plan if it is the best so far."""
@@ -114,6 +123,8 @@ class Search:
                 if self.is_proven or self.is_over():
                     break
                 step()
+            if not self.is_nested:
+                self._explore()
         except KeyboardInterrupt:
             self.was_cut = self.was_interrupted = True
             if self.best is None or self.is_nested:
@@ -122,6 +133,8 @@ class Search:
     def _start(self) -> None:
         """Collect the baselines and compute the lower bound."""
         for plan in baselines(self.problem):
+            if not self.reserve and not self.is_nested:
+                self.reserve = min(RESULT_COST * self.elapsed, 0.5 * self.seconds)
             self.baselines[plan.how] = min(plan.value, self.baselines.get(plan.how, plan.value))
             if self.best is None or plan.value < self.best.value:
                 self.offer(plan)
@@ -131,7 +144,8 @@ class Search:
                 break
         else:
             self.offer(sequential_plan(self.problem))
-        self.lower_bound = lower_bound(self.problem)
+        is_large = self.problem.num_actions > CAREFUL_ACTIONS_PER_SECOND * self.seconds
+        self.lower_bound = lower_bound(self.problem, quick=is_large)
         self.report("lower bound")
 
     def _tries(self, share: float) -> int:
@@ -147,10 +161,10 @@ class Search:
 
     def _rules(self) -> None:
         """Run list scheduling with many rules."""
-        for _, rule in zip(range(self._tries(0.25)), rules_for(self.problem), strict=False):
+        for _, rule in zip(range(self._tries(0.25)), rules_for(self.problem, self.lower_bound), strict=False):
             if self.is_proven or self.is_over():
                 return
-            self.offer(list_schedule(self.board, rule))
+            self.offer(list_schedule(self.board, rule, self.is_over))
 
     def _turns(self) -> None:
         """Search programs in turns."""
@@ -169,23 +183,37 @@ class Search:
 
     def _refine(self) -> None:
         """Vary the best rule on single ranks."""
-        rule = self.best.rule if self.best is not None else None
-        if rule is None:
-            return
-        problem = self.problem
+        if self.best is not None and self.best.rule is not None:
+            self._vary(self.best, self._tries(0.1))
+
+    def _vary(self, plan: ProgramPlan, tries: int, num_ranks: tuple[int, ...] = (1, 1, 2)) -> None:
+        """Vary the rule of a plan: the limits of some ranks, and where it aims at a value, that value."""
+        problem, dice = self.problem, self.dice
         limit = problem.microbatches * problem.chunks
-        value = self.best.value if self.best is not None else 0.0
-        for _ in range(self._tries(0.1)):
-            if self.is_proven or self.is_over():
+        value, rule = plan.value, plan.rule
+        for _ in range(tries):
+            if rule is None or self.is_proven or self.is_over():
                 return
             ahead = list(rule.ahead or (limit,) * problem.ranks)
-            for _ in range(self.dice.choice((1, 1, 2))):
-                rank = self.dice.randrange(problem.ranks)
-                ahead[rank] = min(limit, max(1, ahead[rank] + self.dice.choice((-1, 1))))
-            plan = list_schedule(self.board, replace(rule, ahead=tuple(ahead)))
-            if plan is not None and plan.value <= value:
-                value, rule = plan.value, plan.rule or rule
-                self.offer(plan)
+            for _ in range(dice.choice(num_ranks)):
+                rank = dice.randrange(problem.ranks)
+                ahead[rank] = min(limit, max(1, ahead[rank] + dice.choice((-1, 1))))
+            target = rule.target if rule.target == math.inf else dice.uniform(self.lower_bound, value)
+            neighbour = list_schedule(self.board, replace(rule, ahead=tuple(ahead), target=target), self.is_over)
+            if neighbour is not None and neighbour.value <= value:
+                value, rule = neighbour.value, neighbour.rule
+                self.offer(neighbour)
+
+    def _explore(self) -> None:
+        """Use the time that is left: vary the best rules by more, and search around the best plan again."""
+        round_ = 0
+        while not self.is_proven and not self.is_over():
+            for plan in list(self.by_form.values()):
+                self._vary(plan, max(1, self._tries(0.02)), num_ranks=(1, 2, 4, 8))
+            self._moves(0.05)
+            round_ += 1
+            if self._is_small:
+                self._exact(round_)
 
     def _mixed(self) -> None:
         """Switch the form of some backwards, if that may save time or memory."""
@@ -201,7 +229,7 @@ class Search:
         """Run local search on the critical path."""
         if self.best is not None and self.best.schedule is None:
             moves = 3 * self._tries(share)  # a move costs a third of a pass
-            limit = self.lower_bound * (1 + SLACK)
+            limit = self.lower_bound * (1 + self.tolerance + SLACK)
             for plan in improve(
                 self.board, self.best, dice=self.dice, moves=moves, lower_bound=limit, is_over=self.is_over
             ):
@@ -213,7 +241,8 @@ class Search:
         fewer = 2 * problem.ranks if problem.chunks == 1 else problem.ranks + 1
         if not problem.is_uniform or problem.microbatches < fewer + 2 or self._is_small:
             return
-        short = Search(with_microbatches(problem, fewer), 0.2 * self.seconds, self.seed, is_nested=True)
+        seconds = min(0.2 * self.seconds, 0.5 * (self.seconds - self.reserve - self.elapsed))
+        short = Search(with_microbatches(problem, fewer), seconds, self.seed, is_nested=True)
         short.run()
         self.was_cut |= short.was_cut
         if short.best is None:
@@ -229,8 +258,8 @@ class Search:
         self.lower_bound = max(self.lower_bound, bound)
         self.report("exact search")
 
-    def _exact(self) -> None:
-        """Run exact search, which may also raise the bound."""
+    def _exact(self, round_: int = 0) -> None:
+        """Run exact search, which may also raise the bound; later rounds take twice the effort of the one before."""
         best = self.best
         if best is None or best.schedule is not None or not self._is_small:
             return
@@ -244,9 +273,9 @@ class Search:
             starts,
             self.lower_bound,
             best.value,
-            seconds=self.seconds - self.elapsed,
-            effort=2 * self.seconds,
-            seed=self.seed,
+            seconds=self.seconds - self.reserve - self.elapsed,
+            effort=2 * self.seconds * 2**round_,
+            seed=self.seed + round_,
             on_bound=self._raise_bound,
         )
         self.was_cut |= outcome.was_cut
@@ -278,8 +307,12 @@ def tight_groups(problem: Problem) -> list[int]:
     return list(dict.fromkeys([num_whole, *diagonals, max(1, num_whole - 1)]))
 
 
-def rules_for(problem: Problem) -> Iterator[PriorityRule]:
-    """Yield rules for list scheduling, the most promising first."""
+TARGETS = (1.0, 1.01, 1.03, 1.06)
+"""Objective values to aim at, over the lower bound."""
+
+
+def rules_for(problem: Problem, lower_bound: float = 0.0) -> Iterator[PriorityRule]:
+    """Yield rules for list scheduling, the most promising first; with a lower bound, also rules that aim at it."""
     ranks, chunks = problem.ranks, problem.chunks
     wholes = [whole for whole in (False, True) if problem.allows_form(whole)]
     on_v = problem.pattern == "v"
@@ -289,11 +322,14 @@ def rules_for(problem: Problem) -> Iterator[PriorityRule]:
     for depth in (2.0, 1.0, 1.5, 1.25):
         limits = [round(depth * (ranks - rank)) + (chunks - 1) * ranks - (depth == 2) for rank in range(ranks)]
         depths.append(tuple(max(1.0, float(limit)) for limit in limits))
-    priorities: list[dict[str, Any]] = [{"forward_first": False}, {"forward_first": True}]
+    priorities: list[dict[str, Any]] = [{"forward_first": False}, {"forward_first": True}, {"alternate": True}]
     if on_v:
         priorities = [{"order": order} for order in ORDERS] + [{"order": ()}] * (chunks > 2)
     narrow_priorities: list[dict[str, Any]] = [{"order": order} for order in ORDERS[: chunks > 2]] + [{"order": ()}]
     variants = list(product(tight, narrow_priorities if on_v else priorities)) + list(product(groups, priorities))
+    if lower_bound > 0 and False in wholes:
+        for factor, gap, ahead, (group, priority) in product(TARGETS, (1.0, 0.5), depths, variants):
+            yield PriorityRule(ahead=ahead, gap=gap, target=factor * lower_bound, group=group, **priority)
     for patience, gap, deferred in HABITS:
         max_deferred = ranks if deferred < 0 else deferred
         for ahead, (group, priority), whole in product(depths, variants, wholes):

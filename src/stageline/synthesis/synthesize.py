@@ -53,7 +53,7 @@ class Synthesis:
     how: str
     """The method that found it: a family name, list scheduling, turns, local search, exact search."""
     was_cut: bool
-    """Whether the time limit ended the search; another run with the same seed may then differ."""
+    """Whether time was up before the gap was closed; another run with the same seed may then differ."""
     was_interrupted: bool
     """Whether an interrupt (Ctrl-C) ended the search."""
     seconds: float
@@ -107,6 +107,7 @@ def synthesize(
     objective: str = "makespan",
     split: bool | None = None,
     time_limit: float = 2.0,
+    tolerance: float = 0.0,
     seed: int = 0,
     progress: Callable[[SearchProgress], None] | None = None,
 ) -> Synthesis:
@@ -116,6 +117,8 @@ def synthesize(
     costs, or a size like "24GiB" where that unit is bytes. Each rank holds `chunks` stages, placed round the ranks
     (`"loop"`) or down and up again (`"v"`). `split` forces (True) or forbids (False) split backwards. The result is
     never worse than a named family that fits.
+
+    The search ends when the gap is at most `tolerance` (0.01 is 1%), or else after `time_limit` seconds.
 
     `progress` is called with a `SearchProgress` at every improvement. Raises `MemoryCapError` if no schedule fits the
     memory, and `StagelineError` for invalid arguments.
@@ -134,8 +137,10 @@ def synthesize(
         )
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31:
         raise StagelineError(f"seed must be an integer from 0 to {2**31 - 1}, got {shorten(seed)}")
+    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance < 1:
+        raise StagelineError(f"tolerance must be a number from 0 up to 1 (0.01 is 1%), got {shorten(tolerance)}")
     problem = problem_of(costs, ranks, microbatches, memory, chunks, placement, objective, split)
-    search = Search(problem, float(time_limit), seed, progress)
+    search = Search(problem, float(time_limit), seed, progress, float(tolerance))
     search.run()
     assert search.best is not None
     return _result(search, search.best)
@@ -243,6 +248,7 @@ def reorder(
             placement=placement,
             split=split,
             time_limit=time_limit,
+            tolerance=GAIN,
         )
     except StagelineError:
         return None  # the caps are below what any other order needs
