@@ -455,7 +455,7 @@ def test_damaged_checkpoints_do_not_count_among_those_that_stay(tmp_path: Path) 
 def test_no_flipped_bit_goes_unnoticed(place: float, bit: int, data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         save_steps(Path(folder), 1)
-        path = data.draw(st.sampled_from(sorted(published(folder)[0].iterdir())))
+        path = data.draw(st.sampled_from(sorted(Path(str(published(folder)[0])).iterdir())))
         content = bytearray(path.read_bytes())
         content[int(place * (len(content) - 1))] ^= 1 << bit
         path.write_bytes(content)
@@ -679,7 +679,7 @@ def test_what_was_read_outlives_the_file(tmp_path: Path) -> None:
     checkpoint = newest(tmp_path)
     assert checkpoint is not None
     held = checkpoint.read_model()
-    for path in checkpoint.path.iterdir():
+    for path in Path(str(checkpoint.path)).iterdir():
         os.truncate(path, 0)
     assert all(same(held[name], tensor) for name, tensor in process.model(1).items())
 

@@ -19,9 +19,15 @@ from stageline.common.units import format_size, parse_size
 
 if TYPE_CHECKING:
     from stageline.train.checkpoint import Checkpoint, Damage
+    from stageline.train.checkpoint.remote import Location
 
 CheckpointPath = Annotated[
-    Path, Argument(metavar="PATH", help="A checkpoint (step-00000100), or a folder of them.", show_default=False)
+    str,
+    Argument(
+        metavar="PATH",
+        help="A checkpoint (step-00000100), or a folder of them; also s3://… and so on.",
+        show_default=False,
+    ),
 ]
 
 
@@ -109,7 +115,7 @@ def list_(path: CheckpointPath, json: Json = False) -> None:
     columns = ("checkpoint", "size", "written", "model", "parameters", "writers", "intact (by sizes)")
     grid = table(*columns, left=("checkpoint", "written", "model", "intact (by sizes)"))
     for row in rows:
-        cells = [Path(row["path"]).name, "", "", "", "", "", "yes" if row["whole"] else "no"]
+        cells = [row["path"].rpartition("/")[2], "", "", "", "", "", "yes" if row["whole"] else "no"]
         if "step" in row:
             when = datetime.datetime.fromtimestamp(row["written"]).strftime("%Y-%m-%d %H:%M:%S")
             cells[1:6] = [format_size(row["bytes"]), when, row["model"], f"{row['parameters']:,}", str(row["writers"])]
@@ -153,13 +159,16 @@ def convert(
 VERBS: dict[str, Callable[..., None]] = {"verify": verify, "list": list_, "convert": convert}
 
 
-def _checkpoint_folders(path: Path) -> list[Path]:
+def _checkpoint_folders(text: str) -> list[Location]:
     """Return the checkpoint itself, or those in a folder."""
     from stageline.train.checkpoint import CheckpointError, published
     from stageline.train.checkpoint.folder import step_of
     from stageline.train.checkpoint.manifest import MANIFEST
+    from stageline.train.checkpoint.remote import location
 
-    if step_of(path.absolute().name) is not None or (path / MANIFEST).exists():
+    path = location(text)
+    name = path.absolute().name if isinstance(path, Path) else path.name
+    if step_of(name) is not None or (path / MANIFEST).exists():
         if not path.is_dir():
             raise CheckpointError(
                 f"{path} is not a checkpoint: it {'is a file' if path.exists() else 'does not exist'}"
@@ -173,11 +182,13 @@ def _checkpoint_folders(path: Path) -> list[Path]:
     return folders
 
 
-def _intact_checkpoint(path: Path) -> Checkpoint:
+def _intact_checkpoint(text: str) -> Checkpoint:
     from stageline.train.checkpoint import CheckpointError, newest
     from stageline.train.checkpoint.reader import inspect
+    from stageline.train.checkpoint.remote import location
 
-    if _checkpoint_folders(path) != [path]:
+    path = location(text)
+    if _checkpoint_folders(text) != [path]:
         intact = newest(path, on_damage=_warn)
         assert intact is not None  # there is a checkpoint, and `newest` raises if all are damaged
         return intact

@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,8 +23,10 @@ from stageline.runtime.pipeline import Pipeline
 from stageline.train.checkpoint import Checkpoint, open_checkpoint, published
 from stageline.train.checkpoint.manifest import MANIFEST
 from stageline.train.checkpoint.reader import at_step
+from stageline.train.checkpoint.remote import Location, checkpoint_folder, is_remote, location
 from stageline.train.checkpoint.writer import Writer
-from stageline.train.config.io import to_dict
+from stageline.train.config.config import Config
+from stageline.train.config.io import FREE, WARN, differences, from_dict, to_dict
 from stageline.train.events import Logs
 from stageline.train.optimizers import Optimizer, State
 from stageline.train.pipeline_state import (
@@ -43,7 +44,7 @@ from stageline.train.setup import Setup
 from stageline.train.step import LossScale
 
 
-def find_checkpoint(folder: Path, step: int, host: Collectives) -> Checkpoint | None:
+def find_checkpoint(folder: Location, step: int, host: Collectives) -> Checkpoint | None:
     """Return the newest undamaged checkpoint of a folder, or that of a step from 0 on; rank 0 chooses."""
 
     def choose() -> str:
@@ -51,14 +52,14 @@ def find_checkpoint(folder: Path, step: int, host: Collectives) -> Checkpoint | 
         return "" if path is None else str(path)
 
     chosen = decide_together(host, choose)
-    return open_checkpoint(Path(chosen)) if chosen else None
+    return open_checkpoint(chosen) if chosen else None
 
 
 def load_initial_weights(pipe: Pipeline, name: str, host: Collectives) -> None:
     """Load the weights of a checkpoint, of the newest undamaged one in a folder of them, or of safetensors files."""
 
     def choose() -> str:
-        path = Path(name)
+        path = location(name)
         try:
             if (path / MANIFEST).exists():
                 return str(undamaged(path))
@@ -66,7 +67,24 @@ def load_initial_weights(pipe: Pipeline, name: str, host: Collectives) -> None:
         except StagelineError as error:
             raise StagelineError(f"checkpoint.initial_load_path is {name!r}: {error}") from None
 
-    load_weights(pipe.model, decide_together(host, choose), cast=True)
+    chosen = decide_together(host, choose)
+    if not is_remote(chosen):
+        load_weights(pipe.model, chosen, cast=True)
+        return
+    with open_checkpoint(chosen) as checkpoint:
+        load_weights(pipe.model, checkpoint.local_model(), cast=True)
+
+
+def check_same_run(checkpoint: Checkpoint, config: Config) -> None:
+    """Raise if a checkpoint of an object store, which no run folder protects, belongs to another configuration."""
+    if not is_remote(checkpoint.path):
+        return
+    conflicts = differences(config, from_dict(checkpoint.state["config"]), ignore=WARN | FREE)
+    if conflicts:
+        raise StagelineError(
+            f"{checkpoint.path} belongs to a run of another configuration: {'; '.join(conflicts)}; use another "
+            "checkpoint.folder, or the configuration of that run to resume it"
+        )
 
 
 @dataclass
@@ -160,7 +178,7 @@ class JobCheckpoints:
         where = writer_number(setup.pipe)
         self._writes, (number, count) = where is not None, where or (0, 1)
         self._writer = Writer(
-            setup.folder.path / config.checkpoint.folder,
+            checkpoint_folder(setup.folder.path, config.checkpoint.folder),
             number,
             count,
             keep=config.checkpoint.keep_latest_k,

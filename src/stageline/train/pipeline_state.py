@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import uuid
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,24 +22,25 @@ from stageline.tensors.sharded import local, whole
 from stageline.train.checkpoint import Checkpoint, newest, open_checkpoint
 from stageline.train.checkpoint.manifest import MANIFEST
 from stageline.train.checkpoint.reader import inspect
+from stageline.train.checkpoint.remote import Location, location
 from stageline.train.checkpoint.writer import Writer
 from stageline.train.optimizers import State, place_slots
 
 
 def save_checkpoint(
-    folder: str | Path,
+    folder: str | Location,
     step: int,
     pipe: Pipeline,
     optimizer: torch.optim.Optimizer | None = None,
     *,
     state: Any = None,
     keep: int = 3,
-) -> Path:
+) -> Location:
     """Save weights, buffers and optimizer state of a step in a folder of checkpoints; return the checkpoint's path.
 
-    All processes of the pipeline call this, and share a file system. Each writes its share of the tensors, and an error
-    of one is raised on all. `state` is JSON data of your own, and `keep` the number of checkpoints to keep (0: all).
-    docs/checkpoints.md describes the format.
+    All processes of the pipeline call this, and share the folder, which may be in an object store (s3://…). Each writes
+    its share of the tensors, and an error of one is raised on all. `state` is JSON data of your own, and `keep` the
+    number of checkpoints to keep (0: all). docs/checkpoints.md describes the format.
 
     >>> import stageline as sl
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -69,10 +69,10 @@ def save_checkpoint(
         row, rank = np.argwhere(failed)[0]
         text = host.broadcast_to_all(str(error or ""), host.layout.rows[int(row)][int(rank)])
         raise error or CheckpointError(text)
-    return Path(folder) / f"step-{step:08d}"
+    return location(folder) / f"step-{step:08d}"
 
 
-def load_checkpoint(path: str | Path, pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None) -> Checkpoint:
+def load_checkpoint(path: str | Location, pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None) -> Checkpoint:
     """Load weights, buffers and optimizer state into a pipeline of any layout; return the checkpoint.
 
     `path` is a checkpoint, or a folder of them, of which the newest undamaged one is taken. The checkpoint's `step` and
@@ -80,7 +80,7 @@ def load_checkpoint(path: str | Path, pipe: Pipeline, optimizer: torch.optim.Opt
     """
 
     def choose() -> str:
-        where = Path(path)
+        where = location(path)
         chosen = undamaged(where) if (where / MANIFEST).exists() else newest_path(where)
         if chosen is None:
             raise StagelineError(f"{path} has no checkpoint")
@@ -216,13 +216,13 @@ def read_states(pipe: Pipeline, parameters: Mapping[str, nn.Parameter], checkpoi
     return checkpoint.read_optimizer(updated, like=parameters)
 
 
-def newest_path(folder: Path) -> Path | None:
+def newest_path(folder: Location) -> Location | None:
     """Return the newest undamaged checkpoint of a folder; None if it has none at all."""
     checkpoint = newest(folder, on_damage=lambda damage: print(f"warning: {damage}", file=sys.stderr))
     return None if checkpoint is None else checkpoint.path
 
 
-def undamaged(path: Path) -> Path:
+def undamaged(path: Location) -> Location:
     """Verify every byte of a checkpoint that was requested by name; no other one replaces it."""
     _, damages = inspect(path)
     if damages:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -17,6 +16,7 @@ from stageline.model.build.build import describe
 from stageline.model.split import split
 from stageline.runtime.setup.tensor_parallel import plan_of
 from stageline.train.checkpoint.reader import at_step
+from stageline.train.checkpoint.remote import checkpoint_folder, location
 from stageline.train.config.config import Config
 from stageline.train.config.io import raise_errors
 from stageline.train.config.ranks import count_gpus, find_degrees
@@ -60,8 +60,8 @@ def _folder(setup: Setup) -> Iterator[str]:
     folder.find_run(config)
     options = config.checkpoint
     if options.load_step >= 0:
-        at_step(folder.path / options.folder, options.load_step)
-    if options.initial_load_path and not Path(options.initial_load_path).exists():
+        at_step(checkpoint_folder(folder.path, options.folder), options.load_step)
+    if options.initial_load_path and not location(options.initial_load_path).exists():
         yield f"checkpoint.initial_load_path is {options.initial_load_path!r}, and there is no such file or folder"
 
 

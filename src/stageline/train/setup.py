@@ -34,6 +34,7 @@ from stageline.runtime._torch_private import pytree
 from stageline.runtime.out_of_memory import PLAN_ADVICE
 from stageline.runtime.pipeline import Pipeline
 from stageline.train.checkpoint import leave_mark, remove_mark, sees_mark
+from stageline.train.checkpoint.remote import RemotePath, checkpoint_folder
 from stageline.train.config.config import Config
 from stageline.train.config.rules import fixed_schedule
 from stageline.train.data import Data, Loader, Tokens, data_of, open_data
@@ -154,20 +155,22 @@ class Setup:
         self.resumes, self.notes = decide_together(self.host, claim)
 
     def _check_shared_folder(self) -> None:
-        """Raise if a process does not see the run's folder."""
+        """Raise if a process does not see the folder of the checkpoints: that of the run, or an object store."""
         if self.layout.processes == 1:
             return
-        nonce = decide_together(self.host, lambda: leave_mark(self.folder.path))
+        where = checkpoint_folder(self.folder.path, self.config.checkpoint.folder)
+        folder = where if isinstance(where, RemotePath) else self.folder.path
+        nonce = decide_together(self.host, lambda: leave_mark(folder))
         blind = np.zeros(self.layout.processes)
-        blind[self.layout.rank] = float(not sees_mark(self.folder.path, nonce))
+        blind[self.layout.rank] = float(not sees_mark(folder, nonce))
         blind = self.host.all_reduce(blind)
         if self.layout.main:
-            remove_mark(self.folder.path, nonce)
+            remove_mark(folder, nonce)
         if blind.any():
             ranks = ", ".join(map(str, np.flatnonzero(blind).tolist()))
             raise StagelineError(
-                f"rank {ranks} does not see the folder {str(self.folder.path)!r} of rank 0; use a job.dump_folder on "
-                "a file system that all machines share"
+                f"rank {ranks} does not see the folder {str(folder)!r} of rank 0; use a job.dump_folder on a file "
+                "system that all machines share, or a checkpoint.folder in an object store that all of them reach"
             )
 
     def _choose_schedule(self) -> None:

@@ -21,9 +21,11 @@ from stageline.distributed.failures import OutOfMemory
 from stageline.distributed.rank_host import RankHost, decide_together
 from stageline.faults.flight_recorder import flights_into
 from stageline.train.checkpoint import published, step_name
+from stageline.train.checkpoint.remote import checkpoint_folder, is_remote
 from stageline.train.checkpoint_state import (
     JobCheckpoints,
     TrainingProgress,
+    check_same_run,
     find_checkpoint,
     job_state,
     load_initial_weights,
@@ -177,9 +179,12 @@ class Trainer:
         checkpoint = None
         recovers = self.recovery.attempt is not None
         in_memory = self.recovery.common_step(self.host, self.layout.processes) if recovers else None
-        if in_memory is None and (setup.resumes or load_step >= 0):
+        where = checkpoint_folder(self.folder.path, config.checkpoint.folder)
+        # A run whose checkpoints are in an object store may resume on a host without its folder.
+        resumes = setup.resumes or is_remote(where)
+        if in_memory is None and (resumes or load_step >= 0):
             step = -1 if recovers and setup.resumes else load_step
-            checkpoint = find_checkpoint(self.folder.path / config.checkpoint.folder, step, self.host)
+            checkpoint = find_checkpoint(where, step, self.host)
         if checkpoint is None and in_memory is None and config.checkpoint.initial_load_path:
             load_initial_weights(self.pipe, config.checkpoint.initial_load_path, self.host)
         self.scale = LossScale(config.training.mixed_precision_param == "float16")
@@ -204,6 +209,7 @@ class Trainer:
             state = self.recovery.restore(in_memory, self.pipe, self.optimizer)
             self.progress = resume_progress(in_memory, state, setup, self.scale)
         elif checkpoint is not None:
+            check_same_run(checkpoint, config)
             self.progress = resume(checkpoint, setup, self.optimizer, self.scale)
             checkpoint.close()
         self._restored = (
@@ -335,7 +341,7 @@ class Trainer:
 
     def _lost_checkpoint(self) -> bool:
         """Whether the checkpoint of this step was lost with the rank that wrote it; all processes call this."""
-        folder = self.folder.path / self.config.checkpoint.folder
+        folder = checkpoint_folder(self.folder.path, self.config.checkpoint.folder)
         is_due = self.progress.step > 0 and self._is_due(self.config.checkpoint.interval)
         return is_due and bool(
             decide_together(

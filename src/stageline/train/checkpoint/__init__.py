@@ -1,8 +1,8 @@
 """Checkpoints: atomic, independent of the number of ranks, in safetensors and JSON.
 
 Read in order: `writer`, `shards` (files of tensors, of one writer or several), `folder` (names, publishing,
-synced files), `manifest`, `reader`, `convert`. Nothing here knows a job: `train/checkpoint_state.py` decides what is
-saved.
+synced files), `remote` (object stores), `manifest`, `reader`, `convert`. Nothing here knows a job:
+`train/checkpoint_state.py` decides what is saved.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -21,15 +21,19 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
 from stageline.common import files
 from stageline.common.errors import CheckpointError, StagelineError, shorten
-from stageline.train.checkpoint.manifest import MANIFEST, MOST_STEPS, File
+from stageline.train.checkpoint.manifest import MANIFEST, MOST_STEPS, File, Manifest
+from stageline.train.checkpoint.remote import Location, RemotePath, location
 
 LATEST = "latest"
+FOLDER = "folder"
+"""In the world of a manifest of an object store: the name of the folder with its files."""
 _PUBLISHED = re.compile(r"step-([0-9]{8,16})(\.[0-9]+\.replaced)?")
 _LEFT_OVER = re.compile(r"step-[0-9]{8,16}\.([A-Za-z0-9_-]+\.partial|[0-9]+\.replaced|removed)")
 
@@ -47,13 +51,15 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def partial_name(step: int, attempt: str) -> str:
+def partial_folder(folder: Location, step: int, attempt: str) -> Location:
     """Return the folder that an attempt writes to; attempts never share one."""
     plain = attempt if re.fullmatch("[A-Za-z0-9_-]{1,64}", attempt) else hashlib.sha256(attempt.encode()).hexdigest()
-    return f"{step_name(step)}.{plain}.partial"
+    if isinstance(folder, RemotePath):
+        return folder / step_name(step) / plain
+    return folder / f"{step_name(step)}.{plain}.partial"
 
 
-def published(folder: str | Path) -> list[Path]:
+def published(folder: str | Location) -> list[Location]:
     """Return the checkpoints of a folder, oldest step first, without verifying them.
 
     >>> Path("checkpoint/step-00000100").mkdir(parents=True)
@@ -61,7 +67,10 @@ def published(folder: str | Path) -> list[Path]:
     >>> [path.name for path in published("checkpoint")]
     ['step-00000100']
     """
-    where = Path(folder)
+    where = location(folder)
+    if isinstance(where, RemotePath):
+        steps = [where / name for name in where.folders() if step_of(name) is not None]
+        return [path for path in steps if MANIFEST in path.sizes()]
     try:
         names = [name for name in os.listdir(where) if step_of(name) is not None]
     except FileNotFoundError:
@@ -73,8 +82,15 @@ def published(folder: str | Path) -> list[Path]:
     return [where / name for name in names if (where / name).is_dir()]
 
 
-def leftovers(folder: Path, but: str) -> list[Path]:
+def leftovers(folder: Location, but: str) -> list[Location]:
     """Return what interrupted attempts and writers left behind, except the folder of the attempt that starts now."""
+    if isinstance(folder, RemotePath):
+        return [
+            folder / step / attempt
+            for step in folder.folders()
+            for attempt in ((folder / step).folders() if step_of(step) is not None else ())
+            if attempt not in (but, _published_attempt(folder / step))
+        ]
     return [
         folder / name
         for name in sorted(os.listdir(folder), reverse=True)
@@ -82,10 +98,20 @@ def leftovers(folder: Path, but: str) -> list[Path]:
     ]
 
 
-def clean_up(paths: Iterable[Path]) -> None:
+def _published_attempt(step: RemotePath) -> str:
+    """The folder of the files of a checkpoint in an object store; empty if it is not published."""
+    try:
+        return str(Manifest.from_bytes((step / MANIFEST).read_bytes()).world.get(FOLDER, ""))
+    except (CheckpointError, FileNotFoundError):
+        return ""
+
+
+def clean_up(paths: Iterable[Location]) -> None:
     """Remove leftovers; a checkpoint whose replacement never came gets its name back."""
     for path in paths:
-        if path.suffix == ".replaced":
+        if isinstance(path, RemotePath):
+            path.remove()
+        elif path.suffix == ".replaced":
             plain = path.with_name(path.name.partition(".")[0])
             discard(path) if plain.exists() else rename(path, plain)
         elif path.is_dir():
@@ -95,11 +121,14 @@ def clean_up(paths: Iterable[Path]) -> None:
                 path.unlink()
 
 
-def publish(partial: Path, step: int) -> tuple[Path, Path]:
-    """Rename a complete folder to its final name; an earlier checkpoint of the step stays available until then.
+def publish(partial: Location, step: int, manifest: Manifest) -> tuple[Location, Location]:
+    """Write the manifest, and rename the folder to its final name; an earlier checkpoint of the step stays until then.
 
     Return the new path, and the path that an earlier one of the step was moved to, if there was one.
     """
+    if isinstance(partial, RemotePath):
+        return _publish_remote(partial, manifest)
+    write_file(partial / MANIFEST, manifest.to_bytes())
     folder, target = partial.parent, partial.with_name(step_name(step))
     replaced = target.with_name(f"{target.name}.{time.time_ns():020d}.replaced")
     sync_folder(partial)
@@ -110,8 +139,24 @@ def publish(partial: Path, step: int) -> tuple[Path, Path]:
     return target, replaced
 
 
-def discard(path: Path) -> bool:
-    """Remove a checkpoint unless it is being read, and rename it first, so that no reader sees a part of it."""
+def _publish_remote(partial: RemotePath, manifest: Manifest) -> tuple[RemotePath, RemotePath]:
+    """Write the manifest beside the folder of the attempt: an object appears, or replaces another one, at once."""
+    target = partial.parent
+    earlier = _published_attempt(target)
+    named = replace(manifest, world={**manifest.world, FOLDER: partial.name})
+    (target / MANIFEST).write_bytes(named.to_bytes())
+    return target, target / (earlier or "replaced")
+
+
+def discard(path: Location) -> bool:
+    """Remove a checkpoint unless it is being read, and rename it first, so that no reader sees a part of it.
+
+    In an object store, which has neither locks nor renaming, its manifest is removed first.
+    """
+    if isinstance(path, RemotePath):
+        (path / MANIFEST).unlink(missing_ok=True)
+        path.remove()
+        return True
     try:
         handle = os.open(path / MANIFEST, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -152,7 +197,7 @@ def hold(path: Path) -> int | None:
 MARK = ".stageline-mark-"
 
 
-def leave_mark(folder: str | Path) -> str:
+def leave_mark(folder: str | Location) -> str:
     """Write a mark into a folder, which is created if necessary; return the nonce to look for.
 
     >>> nonce = leave_mark("shared")
@@ -160,20 +205,21 @@ def leave_mark(folder: str | Path) -> str:
     (True, False)
     >>> remove_mark("shared", nonce)
     """
-    where, nonce = Path(folder), os.urandom(8).hex()
+    where, nonce = location(folder), os.urandom(8).hex()
     make_folder(where)
     write_file(where / (MARK + nonce), b"")
-    sync_folder(where)
+    if isinstance(where, Path):
+        sync_folder(where)
     return nonce
 
 
-def sees_mark(folder: str | Path, nonce: str, within: float = 5.0) -> bool:
+def sees_mark(folder: str | Location, nonce: str, within: float = 5.0) -> bool:
     """Whether this process sees the mark within some seconds, which a network file system may take."""
-    end = time.monotonic() + within
+    end, where = time.monotonic() + within, location(folder)
     while True:
         try:
             # List the folder: a client may cache that a single name does not exist.
-            if MARK + nonce in os.listdir(folder):
+            if MARK + nonce in (where.sizes() if isinstance(where, RemotePath) else os.listdir(where)):
                 return True
         except OSError:
             pass
@@ -182,9 +228,9 @@ def sees_mark(folder: str | Path, nonce: str, within: float = 5.0) -> bool:
         time.sleep(0.05)
 
 
-def remove_mark(folder: str | Path, nonce: str) -> None:
+def remove_mark(folder: str | Location, nonce: str) -> None:
     """Remove the mark, if it exists."""
-    (Path(folder) / (MARK + nonce)).unlink(missing_ok=True)
+    (location(folder) / (MARK + nonce)).unlink(missing_ok=True)
 
 
 CHUNK = 8 * 2**20
@@ -277,21 +323,30 @@ def writing(path: Path) -> Iterator[None]:
         raise CheckpointError(text) from error
 
 
-def write_file(path: Path, data: bytes) -> File:
+def write_file(path: Location, data: bytes) -> File:
     """Write a small file, synced."""
+    if isinstance(path, RemotePath):
+        path.write_bytes(data)
+        return File(len(data), hashlib.sha256(data).hexdigest(), 0)
     with ChecksummedFile(path) as stream:
         stream.write(data)
     return File(stream.bytes, stream.sha256, 0)
 
 
-def replace_file(path: Path, data: bytes) -> None:
+def replace_file(path: Location, data: bytes) -> None:
     """Write a small file atomically, synced."""
+    if isinstance(path, RemotePath):
+        path.write_bytes(data)
+        return
     with writing(path), files.atomic_file(path, sync=True) as file:
         file.write(data)
 
 
-def make_folder(path: Path) -> None:
-    """Create a folder and its parents, unless they exist."""
+def make_folder(path: Location) -> None:
+    """Create a folder and its parents, unless they exist; an object store needs none."""
+    if isinstance(path, RemotePath):
+        path.exists()  # raises if the store cannot be reached
+        return
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -313,8 +368,12 @@ def rename(source: Path, target: Path) -> None:
         raise CheckpointError(f"cannot rename {source} to {target}: {reason(error)}") from error
 
 
-def remove_tree(path: Path) -> None:
+def remove_tree(path: Location) -> None:
     """Remove a folder as far as possible; errors are ignored."""
+    if isinstance(path, RemotePath):
+        with suppress(CheckpointError):
+            path.remove()
+        return
     if path.is_symlink():
         path.unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)

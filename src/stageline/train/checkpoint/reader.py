@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -11,9 +12,28 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from stageline.common.errors import CheckpointError, nearest, shorten
-from stageline.train.checkpoint.folder import file_checksum, hold, published, reason, stat_regular, step_name, step_of
-from stageline.train.checkpoint.manifest import DTYPES, LARGEST, MANIFEST, File, Manifest, TensorEntry
+from stageline.common.errors import CheckpointError, JsonError, nearest, shorten
+from stageline.train.checkpoint.folder import (
+    FOLDER,
+    file_checksum,
+    hold,
+    published,
+    reason,
+    stat_regular,
+    step_name,
+    step_of,
+)
+from stageline.train.checkpoint.manifest import (
+    DTYPES,
+    INDEX,
+    LARGEST,
+    MANIFEST,
+    File,
+    Manifest,
+    TensorEntry,
+    plain_name,
+)
+from stageline.train.checkpoint.remote import Location, Mirror, RemotePath, location
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +50,7 @@ class Damage:
     step-00000100/model-00001-of-00001.safetensors: has 10 bytes, expected 96
     """
 
-    checkpoint: Path
+    checkpoint: Location
     file: str
     what: Literal["missing", "size", "checksum", "manifest", "refused", "unreadable"]
     text: str
@@ -55,9 +75,10 @@ class Checkpoint:
     (7, {'seen': 448}, {'weight': {'momentum': tensor([0., 0.])}})
     """
 
-    def __init__(self, path: Path, manifest: Manifest, identity: Identity, handle: int | None = None) -> None:
+    def __init__(self, path: Location, manifest: Manifest, identity: Identity, handle: int | None = None) -> None:
         """See `open_checkpoint` and `newest`."""
         self.path = path
+        self._mirror = Mirror(files_of(path, manifest)) if isinstance(path, RemotePath) else None
         self.manifest = manifest
         self._identity = identity
         self._release = weakref.finalize(self, os.close, handle) if handle is not None else None
@@ -105,7 +126,7 @@ class Checkpoint:
         if damage is not None or self.manifest.files[name].bytes > LARGEST:
             raise CheckpointError(f"cannot read {damage or f'{self.path / name}: it is too large'}")
         try:
-            return (self.path / name).read_bytes()
+            return self.local_file(name).read_bytes()
         except OSError as error:
             raise CheckpointError(f"cannot read {self.path / name}: {reason(error)}") from error
 
@@ -118,8 +139,20 @@ class Checkpoint:
                 damages += pool.map(self._check_sum, sound)
         return [damage for damage in damages if damage is not None]
 
+    def local_file(self, name: str) -> Path:
+        """Return the path of a file on this machine; one of an object store is copied first."""
+        return Path(str(self.path)) / name if self._mirror is None else self._mirror.fetch(name)
+
+    def local_model(self) -> Path:
+        """Return a folder of this machine with the files of the model."""
+        for entry in self.manifest.model.values():
+            self.local_file(entry.file)
+        return self.local_file(INDEX).parent
+
     def close(self) -> None:
-        """Allow writers to remove it."""
+        """Allow writers to remove it, and remove local copies."""
+        if self._mirror is not None:
+            self._mirror.close()
         if self._release is not None:
             self._release()
 
@@ -154,7 +187,7 @@ class Checkpoint:
             if damage is not None:
                 raise CheckpointError(f"cannot read {damage}")
             try:
-                with safe_open(str(self.path / name), framework="pt", device="cpu") as opened:
+                with safe_open(str(self.local_file(name)), framework="pt", device="cpu") as opened:
                     for key, entry in entries:
                         self._check_tensor(name, key, entry, opened)
                         target = like.get(key)
@@ -181,21 +214,31 @@ class Checkpoint:
 
     def _check(self, name: str, file: File) -> Damage | None:
         try:
-            status = stat_regular(self.path / name)
+            size = self._size(name)
         except FileNotFoundError:
             return Damage(self.path, name, "missing", "is missing")
         except OSError as error:
             return Damage(self.path, name, "unreadable", f"cannot be read: {reason(error)}")
-        if status is None:
+        if size is None:
             return Damage(self.path, name, "refused", "is a link or not a regular file; refused")
-        if status.st_size != file.bytes:
-            return Damage(self.path, name, "size", f"has {status.st_size:,} bytes, expected {file.bytes:,}")
+        if size != file.bytes:
+            return Damage(self.path, name, "size", f"has {size:,} bytes, expected {file.bytes:,}")
         return None
+
+    def _size(self, name: str) -> int | None:
+        """The bytes of a file; None if it is not a regular one."""
+        if self._mirror is not None:
+            if name not in self._mirror.sizes:
+                raise FileNotFoundError(name)
+            return self._mirror.sizes[name]
+        status = stat_regular(self.local_file(name))
+        return None if status is None else status.st_size
 
     def _check_sum(self, name: str) -> Damage | None:
         try:
-            checksum = file_checksum(self.path / name)
-        except OSError as error:
+            here = self._mirror
+            checksum = file_checksum(self.local_file(name)) if here is None else (here.folder / name).checksum()
+        except (OSError, CheckpointError) as error:
             return Damage(self.path, name, "unreadable", f"cannot be read: {reason(error)}")
         expected = self.manifest.files[name].sha256
         if checksum != expected:
@@ -204,8 +247,13 @@ class Checkpoint:
         return None
 
 
-def _identity(path: Path) -> Identity:
+def _identity(path: Location) -> Identity:
     """Return what changes when another folder gets this name."""
+    if isinstance(path, RemotePath):
+        try:
+            return int.from_bytes(hashlib.sha256((path / MANIFEST).read_bytes()).digest()[:8]), 0
+        except (CheckpointError, FileNotFoundError):
+            return None
     try:
         status = os.stat(path)
     except OSError:
@@ -213,7 +261,15 @@ def _identity(path: Path) -> Identity:
     return status.st_dev, status.st_ino
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
+def files_of(path: RemotePath, manifest: Manifest) -> RemotePath:
+    """The folder with the files of a checkpoint in an object store."""
+    try:
+        return path / plain_name(str(manifest.world.get(FOLDER, "")))
+    except JsonError as error:
+        raise CheckpointError(f"{path / MANIFEST}: {error}") from None
+
+
+def open_checkpoint(path: str | Location) -> Checkpoint:
     """Open a checkpoint by its folder; only the manifest is read.
 
     >>> from stageline.train.checkpoint import Writer
@@ -222,7 +278,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     >>> open_checkpoint("checkpoint/step-00000007")
     <Checkpoint checkpoint/step-00000007: step 7, 0 bytes>
     """
-    where = Path(path)
+    where = location(path)
     if not where.is_dir():
         why = "it is a file" if where.exists() else "it does not exist"
         raise CheckpointError(f"{where} is not a checkpoint: {why}")
@@ -230,11 +286,12 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     handle = None
     identity = _identity(where)
     try:
-        status = stat_regular(file)
-        if status is None or status.st_size > LARGEST:
-            why = "is a link or not a regular file" if status is None else f"has {status.st_size:,} bytes"
-            raise CheckpointError(f"{file} {why}; refused")
-        handle = hold(where)
+        if isinstance(where, Path):
+            status = stat_regular(where / MANIFEST)
+            if status is None or status.st_size > LARGEST:
+                why = "is a link or not a regular file" if status is None else f"has {status.st_size:,} bytes"
+                raise CheckpointError(f"{file} {why}; refused")
+            handle = hold(where)
         manifest = Manifest.from_bytes(file.read_bytes(), str(file))
         named = step_of(where.name)
         if named is not None and named != manifest.step:
@@ -252,7 +309,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     return Checkpoint(where, manifest, identity, handle)
 
 
-def inspect(path: Path, *, deep: bool = True) -> tuple[Checkpoint | None, list[Damage]]:
+def inspect(path: Location, *, deep: bool = True) -> tuple[Checkpoint | None, list[Damage]]:
     """Return a checkpoint, or None if its manifest cannot be read, and all its damages."""
     try:
         checkpoint = open_checkpoint(path)
@@ -263,7 +320,7 @@ def inspect(path: Path, *, deep: bool = True) -> tuple[Checkpoint | None, list[D
 
 
 def newest(
-    folder: str | Path, on_damage: Callable[[Damage], object] | None = None, *, deep: bool = True
+    folder: str | Location, on_damage: Callable[[Damage], object] | None = None, *, deep: bool = True
 ) -> Checkpoint | None:
     """Return the newest undamaged checkpoint of a folder, or None if the folder has none at all.
 
@@ -307,7 +364,7 @@ def newest(
     )
 
 
-def at_step(folder: str | Path, step: int) -> Path:
+def at_step(folder: str | Location, step: int) -> Location:
     """Return the checkpoint of a step; raise an error that lists the steps if there is none."""
     step_name(step)
     paths = published(folder)

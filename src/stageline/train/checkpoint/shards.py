@@ -16,6 +16,7 @@ from stageline.common.checked_json import from_json, parse_json
 from stageline.common.errors import CheckpointError, JsonError, shorten
 from stageline.train.checkpoint.folder import ChecksummedFile, reason, rename, replace_file, write_file
 from stageline.train.checkpoint.manifest import DTYPES, INDEX, File, TensorEntry, check_tensors
+from stageline.train.checkpoint.remote import Location, RemotePath
 
 
 @dataclass(frozen=True)
@@ -148,12 +149,12 @@ class WriterReport:
     optimizer: Mapping[str, Mapping[str, TensorEntry]] = field(default_factory=dict)
     error: str = ""
 
-    def write(self, partial: Path, number: int) -> None:
+    def write(self, partial: Location, number: int) -> None:
         """Write the report for the first writer, after the files are synced."""
         replace_file(partial / report_name(number), json.dumps(asdict(self)).encode())
 
     @staticmethod
-    def read(path: Path) -> WriterReport:
+    def read(path: Location) -> WriterReport:
         """Read what another writer left."""
         try:
             report = from_json(WriterReport, parse_json(path.read_bytes()), "the report", prefix="")
@@ -170,7 +171,7 @@ def report_name(number: int) -> str:
 
 
 def gather(
-    partial: Path, own: WriterReport, count: int, deadline: float, check: Callable[[], object] = lambda: None
+    partial: Location, own: WriterReport, count: int, deadline: float, check: Callable[[], object] = lambda: None
 ) -> list[WriterReport]:
     """Wait for the reports of all writers; raise if none of the missing ones makes progress for the deadline.
 
@@ -199,7 +200,9 @@ def gather(
     return [reports[number] for number in range(count)]
 
 
-def _sizes(partial: Path) -> dict[str, int]:
+def _sizes(partial: Location) -> dict[str, int]:
+    if isinstance(partial, RemotePath):
+        return partial.sizes()
     try:
         with os.scandir(partial) as entries:
             return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in entries}
@@ -209,7 +212,7 @@ def _sizes(partial: Path) -> dict[str, int]:
         raise CheckpointError(f"cannot read the folder {partial}: {reason(error)}") from error
 
 
-def _late(missing: Sequence[int], count: int, deadline: float, partial: Path) -> CheckpointError:
+def _late(missing: Sequence[int], count: int, deadline: float, partial: Location) -> CheckpointError:
     names = ", ".join(map(str, missing[:16])) + (" …" if len(missing) > 16 else "")
     who = f"writer {names}" if len(missing) == 1 else f"writers {names}"
     return CheckpointError(
@@ -219,7 +222,7 @@ def _late(missing: Sequence[int], count: int, deadline: float, partial: Path) ->
 
 
 def assemble(
-    partial: Path, reports: Sequence[WriterReport]
+    partial: Location, reports: Sequence[WriterReport]
 ) -> tuple[dict[str, File], dict[str, TensorEntry], dict[str, dict[str, TensorEntry]]]:
     """Rename the files of all writers, write the index, and return the files and tensors: model, optimizer."""
     files: dict[str, File] = {}
@@ -242,19 +245,11 @@ def assemble(
     return files, model, optimizer
 
 
-def write_index(folder: Path, model: Mapping[str, TensorEntry]) -> File:
+def write_index(folder: Location, model: Mapping[str, TensorEntry]) -> File:
     """Write the index of the tensors of several files, as Hugging Face and `sl.load_weights` read it."""
-    size = sum(
-        (folder / name).stat().st_size - _head(folder / name) for name in {entry.file for entry in model.values()}
-    )
+    size = sum(getattr(torch, entry.dtype).itemsize * torch.Size(entry.shape).numel() for entry in model.values())
     index = {"metadata": {"total_size": size}, "weight_map": {name: entry.file for name, entry in model.items()}}
     return write_file(folder / INDEX, json.dumps(index, indent=2).encode() + b"\n")
-
-
-def _head(path: Path) -> int:
-    """Return the size of the header of a safetensors file."""
-    with path.open("rb") as file:
-        return 8 + int.from_bytes(file.read(8), "little")
 
 
 def _check_once(what: str, groups: Sequence[Mapping[str, object]]) -> None:
@@ -268,19 +263,25 @@ def _check_once(what: str, groups: Sequence[Mapping[str, object]]) -> None:
             first[name] = number
 
 
-def _number(partial: Path, kind: str, written: Sequence[Mapping[str, File]], files: dict[str, File]) -> dict[str, str]:
-    """Give the files of a kind their final names, in the order of the writers; return the new name of each."""
+def _number(
+    partial: Location, kind: str, written: Sequence[Mapping[str, File]], files: dict[str, File]
+) -> dict[str, str]:
+    """Give the files of a kind their final names, in the order of the writers; return the new name of each.
+
+    In an object store they keep their names.
+    """
     listed = [(name, file) for names_of_writer in written for name, file in names_of_writer.items()]
     names = {}
     sizes = _sizes(partial)
     for place, (name, file) in enumerate(listed, 1):
-        names[name] = shard_name(kind, place, len(listed))
+        names[name] = name if isinstance(partial, RemotePath) else shard_name(kind, place, len(listed))
         if sizes.get(name) != file.bytes:
             raise CheckpointError(
                 f"{partial / name} has {sizes.get(name, 'no')} bytes here, and writer {file.writer} wrote {file.bytes}"
                 "; check that its machine shares this folder"
             )
-        rename(partial / name, partial / names[name])
+        if isinstance(partial, Path):
+            rename(partial / name, partial / names[name])
         files[names[name]] = file
     return names
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -28,7 +29,7 @@ from stageline.train.checkpoint.folder import (
     discard,
     leftovers,
     make_folder,
-    partial_name,
+    partial_folder,
     publish,
     published,
     reason,
@@ -40,6 +41,7 @@ from stageline.train.checkpoint.folder import (
 )
 from stageline.train.checkpoint.manifest import INDEX, MANIFEST, File, Manifest, TensorEntry, plain_name
 from stageline.train.checkpoint.reader import open_checkpoint
+from stageline.train.checkpoint.remote import Location, location
 from stageline.train.checkpoint.shards import (
     HostCopies,
     TensorSource,
@@ -62,7 +64,7 @@ class Saved:
 
     step: int
     attempt: str
-    path: Path
+    path: Location
     bytes: int
     seconds: float
 
@@ -73,8 +75,8 @@ class _Job:
 
     step: int
     attempt: str
-    partial: Path
-    leftovers: list[Path]
+    partial: Location
+    leftovers: list[Location]
     model: list[TensorSource]
     optimizer: list[TensorSource]
     slots: Mapping[str, list[str]]
@@ -106,7 +108,7 @@ class Writer:
 
     def __init__(
         self,
-        folder: str | Path,
+        folder: str | Location,
         number: int = 0,
         count: int = 1,
         *,
@@ -120,7 +122,7 @@ class Writer:
         for name, value, least in (("keep", keep, 0), ("max_shard_bytes", max_shard_bytes, 1)):
             if value < least:
                 raise CheckpointError(f"{name} must be an integer >= {least}, got {shorten(value)}")
-        self.folder = Path(folder)
+        self.folder = location(folder)
         self.number = number
         self.count = count
         self.keep = keep
@@ -159,7 +161,7 @@ class Writer:
             if self.count > 1:
                 raise CheckpointError(f"save() of one of {self.count} writers needs attempt=, the same text on all")
             attempt = os.urandom(6).hex()
-        aside = self.folder / partial_name(step, attempt)
+        aside = partial_folder(self.folder, step, attempt)
         slots = {name: list(state) for name, state in (optimizer or {}).items()}
         weights = [tensor_source(_key(name), tensor) for name, tensor in model.items()]
         states = [
@@ -234,13 +236,14 @@ class Writer:
         """Remove the partial checkpoint, and report the failure to the first writer."""
         if self.last is not None and self.last.attempt == job.attempt:
             return CheckpointError(f"the checkpoint of step {job.step} is saved, but then: {reason(error)}")
-        gone = self.number > 0 and not job.partial.exists()
+        gone = self.number > 0 and isinstance(job.partial, Path) and not job.partial.exists()
         why = "the first writer aborted it" if gone else reason(error)
         if self.number == 0:
             remove_tree(job.partial)
         elif not gone:
-            for path in job.partial.glob(f"*-{self.number:05d}-*.safetensors"):
-                path.unlink(missing_ok=True)
+            if isinstance(job.partial, Path):
+                for path in job.partial.glob(f"*-{self.number:05d}-*.safetensors"):
+                    path.unlink(missing_ok=True)
             with suppress(CheckpointError, OSError):  # otherwise the first writer notices at its deadline
                 WriterReport(error=why).write(job.partial, self.number)
         if not isinstance(error, Exception):
@@ -251,7 +254,7 @@ class Writer:
 
     def _last_good(self) -> str:
         """Name the checkpoint to resume from."""
-        paths: list[Path] = []
+        paths: list[Location] = []
         with suppress(CheckpointError):
             paths = published(self.folder)
         return f"the last good one is {paths[-1]}" if paths else f"{self.folder} has no other one"
@@ -269,9 +272,7 @@ class Writer:
             for kind, entries in (("model", job.model), ("optimizer", job.optimizer))
             for place, part in enumerate(cut(entries, self.max_shard_bytes))
         }
-        done = run_parallel(
-            partial(write_tensors, job.partial / name, parts[name], self.number, _check_ranks) for name in parts
-        )
+        done = run_parallel(partial(self._write_file, job.partial / name, parts[name]) for name in parts)
         files: dict[str, dict[str, File]] = {"model": {}, "optimizer": {}}
         written: dict[str, dict[str, TensorEntry]] = {"model": {}, "optimizer": {}}
         for name, (file, tensors) in zip(parts, done, strict=True):
@@ -284,6 +285,15 @@ class Writer:
         model = {entry.key: written["model"][entry.key] for entry in job.model}
         return WriterReport(files["model"], model, files["optimizer"], slots)
 
+    def _write_file(self, path: Location, entries: list[TensorSource]) -> tuple[File, Mapping[str, TensorEntry]]:
+        """Write a file of tensors; one for an object store is written to a local disk first."""
+        if isinstance(path, Path):
+            return write_tensors(path, entries, self.number, _check_ranks)
+        with tempfile.TemporaryDirectory(prefix="stageline-upload-") as local:
+            written = write_tensors(Path(local) / path.name, entries, self.number, _check_ranks)
+            path.upload(Path(local) / path.name)
+        return written
+
     def _publish(self, job: _Job, own: WriterReport) -> None:
         reports = gather(job.partial, own, self.count, self.deadline, _check_ranks)
         files, model, optimizer = assemble(job.partial, reports)
@@ -293,8 +303,7 @@ class Writer:
         manifest = Manifest(
             job.step, job.attempt, time.time(), world, files, model, optimizer, job.state, environment()
         )
-        write_file(job.partial / MANIFEST, manifest.to_bytes())
-        path, replaced = publish(job.partial, job.step)
+        path, replaced = publish(job.partial, job.step, manifest)
         self.last = Saved(job.step, job.attempt, path, manifest.size, time.perf_counter() - job.began)
         replace_file(self.folder / LATEST, f"{path.name}\n".encode())
         discard(replaced)
@@ -359,7 +368,7 @@ def _check_assets(assets: Mapping[str, bytes]) -> None:
             raise CheckpointError(f"assets: {name!r} is {shorten(data)}, expected its bytes")
 
 
-def prune(folder: Path, keep: int, spare: Path) -> list[Path]:
+def prune(folder: Location, keep: int, spare: Location) -> list[Location]:
     """Remove checkpoints that are older than the newest `keep` undamaged ones; return the removed ones.
 
     `spare`, and checkpoints that are being read, stay. Only presence and sizes of files are checked. A damaged
@@ -378,7 +387,7 @@ def prune(folder: Path, keep: int, spare: Path) -> list[Path]:
     return removed
 
 
-def _is_undamaged(path: Path) -> bool:
+def _is_undamaged(path: Location) -> bool:
     try:
         with open_checkpoint(path) as checkpoint:
             return not checkpoint.verify(deep=False)

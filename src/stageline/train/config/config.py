@@ -218,7 +218,10 @@ class Checkpoint:
     """Checkpoints to resume from."""
 
     enable: bool = _option(True, "Write checkpoints.")
-    folder: str = _option("checkpoint", "Folder of the checkpoints, inside the run's folder.")
+    folder: str = _option(
+        "checkpoint",
+        "Folder of the checkpoints, inside the run's folder; or a URL of an object store, such as s3://bucket/run.",
+    )
     interval: PositiveInt = _option(100, "Steps between checkpoints; the last step always has one.")
     keep_latest_k: NonNegativeInt = _option(3, "Number of newest checkpoints to keep; 0 keeps all.")
     async_mode: Literal["disabled", "async"] = _option("async", "async writes while training continues.")

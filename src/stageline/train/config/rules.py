@@ -128,9 +128,12 @@ def _folders(config: Config) -> Iterator[str]:
         "metrics.save_tb_folder": config.metrics.save_tb_folder,
     }
     for key, name in folders.items():
+        if key == "checkpoint.folder" and "://" in name:
+            continue
         path = PurePath(name)
         if path.is_absolute() or ".." in path.parts or not path.parts:
-            yield f"{key} is {show(name)}; it must be the name of a folder inside job.dump_folder"
+            url = ", or a URL such as s3://bucket/run" if key == "checkpoint.folder" else ""
+            yield f"{key} is {show(name)}; it must be the name of a folder inside job.dump_folder{url}"
     if not config.job.dump_folder:
         yield "job.dump_folder is empty; set a folder, for example outputs"
 
