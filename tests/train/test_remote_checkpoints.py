@@ -49,9 +49,9 @@ def test_the_newest_are_kept_and_read_back(protocol: str, store: str) -> None:
         assert torch.equal(checkpoint.read_optimizer()["weight"]["momentum"], torch.full((3,), 1.5))
         assert (checkpoint.state, checkpoint.read_asset("a.json"), checkpoint.verify()) == ({"seen": 3}, b"{}", [])
     save(folder, 3, value=0.5)  # replaces the one of its step, and leaves nothing of it
-    found = newest(folder)
-    assert found is not None
-    assert found.read_model()["weight"][0] == 3.5
+    last = newest(folder)
+    assert last is not None
+    assert last.read_model()["weight"][0] == 3.5
     assert len((RemotePath(folder) / "step-00000003").folders()) == 1
 
 
