@@ -146,6 +146,11 @@ def test_makespan_span_and_bubbles_are_what_their_definitions_say(case: Case) ->
     assert timeline.span == pytest.approx(max(spans))
     assert timeline.ideal == pytest.approx(ideal)
     assert timeline.bubble == pytest.approx((makespan - ideal) / makespan if makespan else 0.0)
+    assert timeline.bubble is not None
+    assert timeline.utilisation is not None
+    assert timeline.imbalance is not None
+    assert timeline.utilisation == pytest.approx(sum(busy) / (case.schedule.ranks * makespan) if makespan else 1.0)
+    assert timeline.bubble + timeline.imbalance + timeline.utilisation == pytest.approx(1.0)
     assert timeline.span_bubble == pytest.approx((max(spans) - ideal) / max(spans) if max(spans) else 0.0)
 
 

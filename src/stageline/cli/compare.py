@@ -102,13 +102,14 @@ def _row(timeline: Timeline) -> dict[str, Any]:
         "bubble": timeline.bubble,
         "span": timeline.span,
         "span_bubble": timeline.span_bubble,
+        "utilisation": timeline.utilisation,
         "peak_memory": list(timeline.peak_memory),
         "weight_copies": schedule.placement.directions,
     }
 
 
 def _table(timelines: list[Timeline]) -> Table:
-    columns = ("family", "makespan", "bubble", "span", "bubble", "peak memory", "stages", "weights")
+    columns = ("family", "makespan", "bubble", "span", "bubble", "utilisation", "peak memory", "stages", "weights")
     grid = table(*columns, left=("family",))
     for column in grid.columns:
         column.no_wrap = True
@@ -120,6 +121,7 @@ def _table(timelines: list[Timeline]) -> Table:
             shown_bubble(timeline),
             number(timeline.span),
             f"{timeline.span_bubble:.1%}",
+            f"{timeline.utilisation or 0:.1%}",
             number(max(timeline.peak_memory)),
             str(timeline.schedule.stages),
             f"{placement.directions}×",

@@ -12,6 +12,7 @@ from stageline.cli.options import CostOptions, DrawingOptions, expand, output_op
 from stageline.cli.output import MAX_RANKS, add_ranks, console, print_charts, print_json, save, table
 from stageline.timeline import draw
 from stageline.timeline.draw.palette import number
+from stageline.timeline.draw.terminal import shown_utilisation
 from stageline.timeline.explain import MEANINGS, Explanation, Parts, explain, typical_costs
 from stageline.timeline.io import read_timeline
 from stageline.timeline.simulate import simulate
@@ -84,6 +85,7 @@ def _explain(out: Console, explanation: Explanation) -> None:
     shown = partial(_shown, measured)
     ratio = f" ({measured.makespan / planned.makespan:.3f} times)" if planned.makespan > 0 else ""
     out.print(f"makespan: planned {shown(planned.makespan)}, measured {shown(measured.makespan)}{ratio}")
+    out.print(f"utilisation: planned {shown_utilisation(planned)}, measured {shown_utilisation(measured)}")
     if measured.uncertainty:
         off, bubble = shown(measured.uncertainty), shown_bubble(measured)
         out.print(f"clocks: times of different ranks are aligned to ± {off}; measured bubble {bubble}")

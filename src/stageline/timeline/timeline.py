@@ -169,6 +169,30 @@ class Timeline:
         return min(1.0, self.uncertainty / self.makespan) if self.uncertainty and self.makespan > 0 else 0.0
 
     @property
+    def utilisation(self) -> float | None:
+        """The busy time of all ranks over ranks × makespan; None if clocks were not aligned.
+
+        The bubble compares the step with its busiest rank. The utilisation also counts what the others idle beside it.
+
+        >>> import stageline as sl
+        >>> t = sl.simulate(sl.schedule("1f1b", ranks=2, microbatches=8), sl.Costs(forward=[9, 1], backward=[18, 2]))
+        >>> round(t.bubble, 3), round(t.utilisation, 3), round(t.imbalance, 3)
+        (0.0, 0.556, 0.444)
+        """
+        if not self.is_aligned:
+            return None
+        return min(1.0, sum(self.busy) / (self.schedule.ranks * self.makespan)) if self.makespan > 0 else 1.0
+
+    @property
+    def imbalance(self) -> float | None:
+        """The share of ranks × makespan that is idle because the busiest rank has more work; None if not aligned.
+
+        Bubble, imbalance and utilisation add up to 1.
+        """
+        utilisation, bubble = self.utilisation, self.bubble
+        return None if utilisation is None or bubble is None else max(0.0, 1.0 - bubble - utilisation)
+
+    @property
     def span_bubble(self) -> float:
         """The share of the span above the ideal: (span − ideal) / span."""
         return share_above(self.span, self.ideal)
@@ -267,6 +291,8 @@ class Timeline:
             "ideal": self.ideal,
             "bubble": self.bubble,
             "span_bubble": self.span_bubble,
+            "utilisation": self.utilisation,
+            "imbalance": self.imbalance,
             "uncertainty": self.uncertainty,
             "peak_memory": list(self.peak_memory),
             "busy": list(self.busy),

@@ -84,6 +84,8 @@ def _panel(timeline: Timeline, name: str, end_time: float) -> dict[str, Any]:
         "bubble": timeline.bubble,
         "bubbleUncertainty": timeline.bubble_uncertainty,
         "spanBubble": timeline.span_bubble,
+        "utilisation": timeline.utilisation,
+        "imbalance": timeline.imbalance,
         "ranks": ranks,
         "causes": [cause.replace("warmup", "warm-up") for cause in Idle._fields],
         "place": schedule.placement.table.tolist(),

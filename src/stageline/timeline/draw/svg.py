@@ -88,7 +88,8 @@ def _panel(timeline: Timeline, title: str, top: int, scale: float) -> str:
     boxes = boxes_of(schedule)
     figures = (
         f"makespan {number(timeline.makespan)} (bubble {shown_bubble(timeline)}), span {number(timeline.span)} "
-        f"(bubble {timeline.span_bubble:.1%}), peak memory {summary(timeline.peak_memory)}"
+        f"(bubble {timeline.span_bubble:.1%}), utilisation {timeline.utilisation or 0:.1%}, "
+        f"peak memory {summary(timeline.peak_memory)}"
     )
     name = f"{title}, {schedule.ranks} ranks, {schedule.microbatches} microbatches"
     parts = [

@@ -197,8 +197,17 @@ def figures(timeline: Timeline) -> list[str]:
     return [
         f"makespan {number(timeline.makespan)}  bubble {shown_bubble(timeline)}   first start to last end, all ranks",
         f"span     {number(timeline.span)}  bubble {timeline.span_bubble:.1%}   the longest of any one rank",
+        f"utilisation {shown_utilisation(timeline)}",
         f"peak memory {summary(peak)}",
     ]
+
+
+def shown_utilisation(timeline: Timeline) -> str:
+    """Return the utilisation as text, and what unequal ranks cost."""
+    if timeline.utilisation is None or timeline.imbalance is None:
+        return "unknown: clocks not aligned"
+    uneven = f"   {timeline.imbalance:.1%} idle beside the busiest rank" if timeline.imbalance >= 0.0005 else ""
+    return f"{timeline.utilisation:.1%}{uneven}"
 
 
 def text(timeline: Timeline, width: int = 100) -> str:
@@ -212,6 +221,7 @@ def text(timeline: Timeline, width: int = 100) -> str:
      F  forward    B  whole backward
     makespan 12  bubble 25.0%   first start to last end, all ranks
     span     12  bubble 25.0%   the longest of any one rank
+    utilisation 75.0%
     peak memory 2 1
     """
     drawn = ["".join(segment.text for segment in line) for line in chart(timeline, width)]
