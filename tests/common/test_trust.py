@@ -8,7 +8,6 @@ import json
 import os
 import socket
 import stat
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +20,8 @@ from torch import nn
 import stageline as sl
 from stageline.common import trust
 from stageline.common.errors import TrustError
-from stageline.common.trust import SecretFile, Sharing, proof, read_secret
+from stageline.common.handshake import open_connection
+from stageline.common.trust import SecretFile, Sharing, read_secret
 from stageline.distributed.bootstrap import _channels
 from stageline.testing import assert_same_bits, one_process_step, run_ranks
 
@@ -97,10 +97,35 @@ def test_a_secret_in_the_store_is_refused_on_one_machine() -> None:
 def test_one_warning_says_that_links_trust_the_store_across_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trust, "_warned", False)
     store = Pinboard()
-    with pytest.warns(UserWarning, match="their connections trust anyone who reaches it"):
+    with pytest.warns(UserWarning, match="their connections trust whoever reaches torch.s store"):
         Sharing(store, "control", 0, here=False)("known")
     Sharing(store, "links", 0, here=False)("known")  # warnings are errors here
     assert Sharing(store, "control", 1, here=False)("") == Sharing(store, "links", 1, here=False)("") == "known"
+
+
+def test_a_secret_of_the_launcher_keeps_the_store_blind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    store = Pinboard()
+    monkeypatch.setenv("STAGELINE_SECRET", "1234567890abcdef")
+    assert Sharing(store, "links", 0, here=False)("10.0.0.1:5000:token") == "10.0.0.1:5000:token"
+    assert "token" not in str(store.kept)
+    assert Sharing(store, "links", 1, here=False)("") == "10.0.0.1:5000:token"
+    store.set("control", store.get("links").decode())
+    wrong = "rank 1 does not have the secret of rank 0: set STAGELINE_SECRET or STAGELINE_SECRET_FILE to the same"
+    with pytest.raises(TrustError, match=wrong):  # of another key
+        Sharing(store, "control", 1, here=False)("")
+    (tmp_path / "secret").write_text("another secret of this job\n")
+    monkeypatch.setenv("STAGELINE_SECRET_FILE", str(tmp_path / "secret"))
+    with pytest.raises(TrustError, match=wrong):
+        Sharing(store, "links", 1, here=False)("")
+    store.set("plain", "text 10.0.0.1:5000:token")
+    with pytest.raises(TrustError, match=wrong):  # rank 0 has none
+        Sharing(store, "plain", 1, here=False)("")
+    (tmp_path / "secret").write_text("short")
+    with pytest.raises(TrustError, match=r"STAGELINE_SECRET_FILE=.* has 5 characters, and at least 16 are needed"):
+        Sharing(store, "links", 1, here=False)
+    monkeypatch.setenv("STAGELINE_SECRET_FILE", str(tmp_path / "absent"))
+    with pytest.raises(TrustError, match="cannot read the secret of this job from the file of STAGELINE_SECRET_FILE"):
+        Sharing(store, "links", 1, here=False)
 
 
 def knock(address: tuple[str, int], message: bytes) -> None:
@@ -111,6 +136,7 @@ def knock(address: tuple[str, int], message: bytes) -> None:
 
 def train_beside_a_stranger(rank: int) -> int:
     """One step, before which an attacker who has read the store tries everything possible."""
+    del os.environ["STAGELINE_SECRET"]  # as if torchrun had started the ranks
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(2)))
     x, y = torch.randn(4, 4), torch.randn(4, 4)
@@ -129,15 +155,13 @@ def train_beside_a_stranger(rank: int) -> int:
     assert not Path(known["token"][5:]).exists(), "all ranks have read it"
     words = [word for value in known.values() for word in (value, *value.split("|"), *value.split(" "))]
     for target in range(2):
-        host, port, nonce, _ = known[str(target)].split("|")
+        host, port, _ = known[str(target)].split("|")
         for word in words:
-            for lane in range(3):
-                claim = proof(word, "sender", 1 - target, target, lane, f"{host}|{port}|{nonce}", "a" * 32)
-                knock(
-                    (host, int(port)),
-                    struct.pack("<8s32s64sii", b"stagelin", b"a" * 32, claim.encode(), 1 - target, lane),
-                )
-                knock((host, int(port)), struct.pack("<8s32sii", b"stagelin", word.encode()[:32], 1 - target, lane))
+            for kind in ("forward", "exchange", "collective"):
+                facts = {"source": 1 - target, "target": target, "kind": kind, "call": False}
+                with pytest.raises(TrustError, match="another secret"):
+                    open_connection(host, int(port), word, facts, timeout=60.0)
+            knock((host, int(port)), word.encode())
     assert watch.control._channel is not None
     monitor = watch.control._channel.connection
     assert monitor is not None

@@ -6,13 +6,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from support.hosts import Network
+from stageline.testing import ForkServer
+from support.hosts import Network, needs
 from support.relay import Relay
+
+RANK = Path(__file__).parents[1] / "support" / "host_rank.py"
 
 ECHO = """
 import socket, sys
@@ -113,3 +117,141 @@ def test_the_relay_of_the_tests_delays_caps_holds_and_resets() -> None:
         with pytest.raises(ConnectionResetError):
             link.recv(100)
         link.close()
+
+
+# ---- jobs without a variable ----
+
+
+def run(network: Network, server: ForkServer, *arguments: Any, function: str = "main", **options: Any) -> list[str]:
+    """Run ranks on the hosts to their end, and return what they wrote."""
+    ranks = network.start(server, RANK, function, arguments, **options)
+    return network.wait(ranks)
+
+
+def assert_done(outputs: list[str], addresses: list[str]) -> None:
+    """All ranks trained, with the gradients of one process, and listened at these addresses."""
+    for output, address in zip(outputs, addresses, strict=True):
+        assert f"done at {address}|" in output, outputs
+
+
+def name_first_host(network: Network) -> dict[str, str]:
+    """Let other hosts know host0 by name, which calls itself 127.0.1.1, as on Debian."""
+    for host in network.hosts[1:]:
+        host.write_hosts(f"127.0.0.1 localhost\n127.0.1.1 {host.name}\n{network.hosts[0].address} host0\n")
+    return {"MASTER_ADDR": "host0"}
+
+
+def test_a_name_that_resolves_to_loopback_and_a_firewall_with_one_range_of_ports(
+    tmp_path: Path, fork_server: ForkServer
+) -> None:
+    """No variable says where anything is. gloo, which has no option for its ports, opens no connection."""
+    needs("nft")
+    with Network(tmp_path / "network", names="loopback") as network:
+        environment = name_first_host(network) | {"STAGELINE_PORTS": "29500-29503", "MASTER_PORT": "29500"}
+        for host in network.hosts:
+            host.open_ports(29500, 29503)
+        outputs = run(network, fork_server, ranks=4, environment=environment)
+        assert_done(outputs, [network.hosts[rank // 2].address for rank in range(4)])
+        assert outputs[0].count("their connections trust whoever reaches torch's store") == 1
+        assert not any("trust whoever" in output for output in outputs[1:])
+        assert [host.blocked_packets() for host in network.hosts] == [0, 0]
+
+
+KINDS: Mapping[str, dict[str, Any]] = {
+    "names that are unknown": {"names": "unknown"},
+    "only IPv6": {"version": 6, "names": "unknown"},
+    "two interfaces, and the names are those of the other": {"hosts": 3, "interfaces": 2},
+}
+
+
+@pytest.mark.host_matrix
+@pytest.mark.parametrize("replicas", [1, 2], ids=["one pipeline", "two replicas"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_find_each_other_on_every_kind_of_host(
+    kind: str, replicas: int, tmp_path: Path, fork_server: ForkServer
+) -> None:
+    """The replicas of a rank sum their gradients over gloo, which uses the same interface."""
+    options = KINDS[kind]
+    with Network(tmp_path / "network", **options) as network:
+        if "interfaces" in options:
+            for host in network.hosts:
+                host.write_hosts(f"127.0.0.1 localhost\n{host.addresses[1]} {host.name}\n")
+        ranks = 2 * len(network.hosts)
+        outputs = run(network, fork_server, 60.0, replicas, ranks=ranks)
+        assert_done(outputs, [network.hosts[rank // 2].address for rank in range(ranks)])
+
+
+@pytest.mark.host_matrix
+def test_a_group_of_the_script_needs_one_variable(tmp_path: Path, fork_server: ForkServer) -> None:
+    with Network(tmp_path / "network", names="loopback") as network:
+        variable = {"GLOO_SOCKET_IFNAME": "eth0"}
+        outputs = run(network, fork_server, function="script_makes_group", environment=variable)
+        assert_done(outputs, [host.address for host in network.hosts])
+
+
+# ---- what cannot be reached ----
+
+
+def test_a_blocked_port_is_named_on_both_sides_within_the_deadline(two_hosts: Network, fork_server: ForkServer) -> None:
+    for host in two_hosts.hosts:
+        host.open_ports(29500, 29500)
+    began = time.monotonic()
+    outputs = run(two_hosts, fork_server, 4.0)
+    assert time.monotonic() - began < 30
+    for output in outputs:
+        assert "PipelineError: rank 1 cannot reach rank 0's machine: nothing answers at 10.77.0.1, port " in output
+        assert "ports of STAGELINE_PORTS" in output
+
+
+@pytest.mark.host_matrix
+def test_a_peer_that_only_gloo_cannot_reach_is_named(two_hosts: Network, fork_server: ForkServer) -> None:
+    for host in two_hosts.hosts:
+        host.open_ports(29500, 29509)
+    outputs = run(two_hosts, fork_server, 6.0, 2, ranks=4, environment={"STAGELINE_PORTS": "29500-29509"})
+    for rank, output in enumerate(outputs):
+        peer = (rank + 2) % 4
+        error = f"rank {rank} cannot connect to rank {peer} at 10.77.0.{peer // 2 + 1} over gloo within 6 s"
+        assert error in output, outputs
+        assert "net.ipv4.ip_local_port_range" in output
+
+
+@pytest.mark.host_matrix
+def test_a_host_that_is_not_there_is_named_with_address_and_port(two_hosts: Network, fork_server: ForkServer) -> None:
+    two_hosts.hosts[0].cut()
+    outputs = run(two_hosts, fork_server, 4.0)
+    assert "rank 1 never started: it did not connect within 4 s" in outputs[0]
+    assert "nothing answers at MASTER_ADDR=10.77.0.1, MASTER_PORT=29500 within 4 s" in outputs[1]
+
+
+# ---- who may connect ----
+
+
+SECRET = "a secret of sufficient length"
+
+
+@pytest.mark.host_matrix
+def test_hosts_with_different_secrets_do_not_meet(two_hosts: Network, fork_server: ForkServer) -> None:
+    for host, text in zip(two_hosts.hosts, (SECRET, "another secret of that length"), strict=True):
+        (host.folder / "secret").write_text(text)
+    variables = {"STAGELINE_SECRET_FILE": str(two_hosts.shared_path / "secret")}
+    outputs = run(two_hosts, fork_server, 6.0, environment=variables)
+    assert "TrustError: rank 1 does not have the secret of rank 0: set STAGELINE_SECRET" in outputs[1]
+    (two_hosts.hosts[1].folder / "secret").write_text(SECRET)
+    outputs = run(two_hosts, fork_server, 30.0, environment=variables)
+    assert all("done at" in output and "trust whoever" not in output for output in outputs)
+
+
+def certificates(folder: Path) -> dict[str, str]:
+    """A certificate that signed itself, which is thus also its authority."""
+    needs("openssl")
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=ranks"
+    subprocess.run([*command.split(), "-keyout", "key.pem", "-out", "cert.pem"], cwd=folder, check=True, timeout=60)
+    files = {"CERT": "cert.pem", "KEY": "key.pem", "CA": "cert.pem"}
+    return {f"STAGELINE_TLS_{name}": str(folder / file) for name, file in files.items()}
+
+
+@pytest.mark.host_matrix
+def test_a_job_over_tls(two_hosts: Network, fork_server: ForkServer, tmp_path: Path) -> None:
+    variables = certificates(tmp_path) | {"STAGELINE_SECRET": SECRET}
+    outputs = run(two_hosts, fork_server, ranks=4, environment=variables)
+    assert all("done at" in output for output in outputs), outputs

@@ -223,7 +223,7 @@ class Job:
 
     @staticmethod
     def threads() -> list[str]:
-        """Return the pipeline's threads that do not end, except for the monitor client's."""
+        """Return the pipeline's threads that do not end, except for those of its connections."""
         mine = [thread for thread in threading.enumerate() if thread.name.startswith("stageline")]
         mine = [thread for thread in mine if thread.name not in ("stageline control", "stageline keeper")]
         for thread in mine:

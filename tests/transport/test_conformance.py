@@ -25,7 +25,7 @@ from stageline.transport.tcp.transport import SocketTransport
 from stageline.transport.threads import ThreadHub
 from support.gloo_pairs import gloo_payloads
 from support.pipelines import batch, blocks
-from support.threads import left_over
+from support.threads import JOB, left_over
 
 
 def test_threads_pass_the_suite() -> None:
@@ -49,14 +49,14 @@ def test_threads_pass_the_suite() -> None:
 def process_side(rank: int, apart: bool) -> tuple[str, list[str]]:
     transport = SocketTransport(Links.join(), payloads=gloo_payloads() if apart else None)
     exercise(transport, transport.begin, lambda: transport.finish(30.0))
-    return "passed", left_over(allowed=2)
+    return "passed", left_over(allowed=JOB)
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["in one piece", "tensors on groups of their own"])
 def test_processes_pass_the_suite(apart: bool) -> None:
     for outcome, threads in run_ranks(process_side, 2, apart):
         assert outcome == "passed"
-        assert len(threads) <= 2, "no thread is left behind"
+        assert threads == [], "no thread is left behind"
 
 
 def any_message(chance: random.Random, header: Header) -> Message:
@@ -371,7 +371,7 @@ def suffers(rank: int, names: list[str], apart: bool) -> dict[str, list[str]]:
         assert pipe.step(*batch()).loss == one_process_step(plain, functional.mse_loss, *batch(), microbatches=4)
         expected = dict(plain.named_parameters())
         assert_same_bits(dict(pipe.named_gradients()), {key: expected[key].grad for key, _ in pipe.named_gradients()})
-    assert sorted(left_over(allowed=2)) == ["stageline control", "stageline keeper"]
+    assert left_over(allowed=JOB) == []
     return errors
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -19,9 +19,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from stageline.common.errors import PeerFailed, TransportError
-from stageline.common.trust import proof
-from stageline.distributed.bootstrap import own_host
+from stageline.common.errors import PeerFailed, TransportError, TrustError
+from stageline.common.handshake import Reception, open_connection
 from stageline.transport.protocol import Header, Message
 from stageline.transport.tcp.links import Links
 from stageline.transport.tcp.transport import LARGE, SocketTransport
@@ -110,43 +109,53 @@ def test_several_messages_at_once_are_taken_one_by_one_although_another_was_expe
 
 
 def call(links: Links) -> socket.socket:
-    host, port, _ = links.address.split("|")
+    host, port = links.address.split("|")
     return socket.create_connection((host, int(port)))
 
 
-def hello(sender: int, links: Links, token: str = TOKEN, **other: Any) -> bytes:
-    """The hello of a rank, with some fields replaced."""
-    words = {"source": sender, "target": links.rank, "lane": 0, "address": links.address, "nonce": "a" * 32, **other}
-    claim = proof(token, "sender", *(words[name] for name in ("source", "target", "lane", "address", "nonce")))
-    return struct.pack("<8s32s64sii", b"stagelin", b"a" * 32, claim.encode(), sender, 0)
+STRANGE: dict[str, dict[str, Any]] = {
+    "secret": {"secret": "1" * 32},
+    "source": {"source": 7},
+    "target": {"target": 0},
+    "kind": {"kind": "sideways"},
+}
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"token": "1" * 32},
-        {"sender": 7},
-        {"source": 1},
-        {"target": 0},
-        {"lane": 1},
-        {"address": "127.0.0.1|1|" + "0" * 32},
-        {"nonce": "b" * 32},
-    ],
-    ids=lambda other: next(iter(other)),
-)
+@pytest.mark.parametrize("other", STRANGE.values(), ids=STRANGE)
 def test_a_stranger_is_not_heard(links: tuple[Links, Links], other: dict[str, Any]) -> None:
-    """A secret, rank, lane, listener or nonce that the proof does not cover; something else, or nothing at all."""
-    strangers = [call(links[1]) for _ in range(4)]
-    strangers[0].sendall(hello(**{"sender": 0, "links": links[1], **other}))
-    strangers[1].sendall(b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100)
-    strangers[2].close()
-    sender, receiver = (SocketTransport(end) for end in links)
-    sender.begin({}, {(1, "forward"): 1})
-    receiver.begin({(0, "forward"): 1}, {})
-    sender.send(message(0, 3))
-    assert torch.as_tensor(receiver.receive(header(0), 20.0).leaves[0]).tolist() == [0.0] * 3
+    """Someone without the secret, or who asks for what is not expected; who says something else, or nothing at all."""
+    strangers = [call(links[1]) for _ in range(3)]
+    strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100)
+    strangers[1].close()
+    host, port = links[1].address.split("|")
+    facts = {"source": 0, "target": 1, "kind": "forward", "call": False, **other}
+    with pytest.raises(TrustError, match="another secret" if "secret" in other else "expects no such connection"):
+        open_connection(host, int(port), str(facts.pop("secret", TOKEN)), facts, timeout=20.0)
+    assert received(links) == [0.0] * 3
     for stranger in strangers:
         stranger.close()
+
+
+def test_a_listener_without_the_secret_is_not_trusted(links: tuple[Links, Links]) -> None:
+    """Someone who took the port of a rank, or changed its address in the store."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def pretend() -> None:
+            reception = Reception(listener.accept()[0], "1" * 32, lambda facts: {})
+            for frame in (b'{"challenge": "0"}', b'{"answer": "{}", "proof": "0"}'):
+                reception.link.setblocking(True)
+                reception.link.sendall(len(frame).to_bytes(2, "big") + frame)
+            reception.link.recv(1000)
+            reception.link.close()
+
+        thread = threading.Thread(target=pretend)
+        thread.start()
+        links[0].meet([links[0].address, f"127.0.0.1|{listener.getsockname()[1]}"], TOKEN)
+        with pytest.raises(
+            TransportError, match=r"cannot connect to rank 1 at .* does not know the secret of this job"
+        ):
+            links[0].outbound(1, "forward")
+        thread.join()
 
 
 def test_a_wait_ends_when_another_rank_fails_or_its_connection_does(links: tuple[Links, Links]) -> None:
@@ -188,13 +197,6 @@ def test_a_receiver_that_takes_nothing_does_not_hold_up_others() -> None:
         end.close()
 
 
-def test_the_address_of_this_machine_is_the_one_that_leads_to_rank_0() -> None:
-    several = {"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    assert own_host(several, "") == "127.0.0.1"
-    assert own_host({**several, "STAGELINE_HOST": "::1"}, "10.0.0.1") == "::1"
-    assert own_host({**several, "MASTER_ADDR": "no such host"}, "") == "127.0.0.1"
-
-
 def test_an_address_that_is_not_of_this_machine_is_refused() -> None:
     with pytest.raises(TransportError, match=r"rank 0 cannot listen at 203\.0\.113\.7"):
         Links(0, 1, "203.0.113.7")
@@ -232,17 +234,29 @@ def received(links: tuple[Links, Links]) -> list[float]:
     return torch.as_tensor(receiver.receive(header(0), 20.0).leaves[0]).tolist()
 
 
-def test_a_hello_serves_at_one_listener_and_once(links: tuple[Links, Links]) -> None:
-    with call(links[1]) as rank, call(links[1]) as replayed, call(links[0]) as reflected:
-        for link in (rank, replayed, reflected):
-            link.sendall(hello(0, links[1]))
-        links[1].connect(links[1].inbound(0, "forward"), 20.0)
-        links[0].connect(links[0].inbound(0, "forward"), 0.5)
-        taken = links[1].inbound(0, "forward").offered
-        assert taken is not None
-        assert taken.getpeername() == rank.getsockname()
-        assert replayed.recv(1) == reflected.recv(1) == b""
-        assert not links[0].inbound(0, "forward").connected
+def test_a_recorded_handshake_is_useless(links: tuple[Links, Links]) -> None:
+    """A relay records what a rank says; played again to the same listener, it proves nothing."""
+    host, port = links[1].address.split("|")
+    said: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def record() -> None:
+            rank, target = listener.accept()[0], socket.create_connection((host, int(port)))
+            with rank, target:
+                rank.sendall(target.recv(1000))
+                said.append(rank.recv(1000))  # and never passes it on
+
+        thread = threading.Thread(target=record)
+        thread.start()
+        links[0].meet([links[0].address, f"127.0.0.1|{listener.getsockname()[1]}"], TOKEN)
+        with pytest.raises(TransportError, match="closed the connection without a word"):
+            links[0].outbound(1, "forward")
+        thread.join()
+    with call(links[1]) as replayed:
+        assert b"challenge" in replayed.recv(1000)
+        replayed.sendall(said[0])
+        assert b"another secret" in replayed.recv(1000)
+    assert not links[1].inbound(0, "forward").connected
 
 
 def test_idle_connections_are_dropped_before_a_rank_is_turned_away(links: tuple[Links, Links]) -> None:
@@ -264,11 +278,10 @@ def test_a_stranger_that_says_nothing_has_to_go_in_time(
     links: tuple[Links, Links], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stageline.transport.tcp.links.PATIENCE", 0.0)
-    with call(links[1]) as stranger:
-        links[1].connect(links[1].inbound(0, "forward"), 20.0)
-        time.sleep(0.01)
-        links[1].connect(links[1].inbound(0, "forward"), 0.01)
-        assert stranger.recv(1) == b""
+    with call(links[1]) as stranger, contextlib.suppress(ConnectionResetError):
+        stranger.settimeout(20.0)
+        while stranger.recv(1000):
+            pass
 
 
 def test_links_that_outlive_their_module_end_without_a_word(tmp_path: Path) -> None:

@@ -27,6 +27,28 @@ def port_range(environment: Mapping[str, str] | None = None) -> range | None:
     raise StagelineError(f"{VARIABLE} is {text!r}, expected first-last with ports from 1 to 65535, as in 29500-29515")
 
 
+def check_ports(environment: Mapping[str, str]) -> None:
+    """Refuse a range of ports that is too small for the ranks on this machine.
+
+    >>> check_ports({"STAGELINE_PORTS": "29500-29501", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29500"})
+    Traceback (most recent call last):
+        ...
+    stageline.StagelineError: STAGELINE_PORTS=29500-29501 has 2 ports, and a machine with 2 ranks needs 4: one for each
+    rank, one for the failure monitor and one for the store at MASTER_PORT
+    """
+    ports, ranks = port_range(environment), environment.get("LOCAL_WORLD_SIZE", "")
+    if ports is None:
+        return
+    local, master = int(ranks) if ranks.isdecimal() else 1, environment.get("MASTER_PORT", "")
+    store = master.isdecimal() and int(master) in ports
+    if len(ports) < local + 1 + store:
+        raise StagelineError(
+            f"{VARIABLE}={ports[0]}-{ports[-1]} has {len(ports)} ports, and a machine with {local} ranks needs "
+            f"{local + 1 + store}: one for each rank, {'' if store else 'and '}one for the failure monitor"
+            f"{' and one for the store at MASTER_PORT' if store else ''}"
+        )
+
+
 def listen(host: str, backlog: int = 1024) -> socket.socket:
     """A socket that listens at an address of this machine, on the first free port of the range; raises OSError.
 
@@ -50,8 +72,8 @@ def listen(host: str, backlog: int = 1024) -> socket.socket:
         assert ports is not None
         raise OSError(
             errno.EADDRINUSE,
-            f"all {len(ports)} ports of {VARIABLE}={ports[0]}-{ports[-1]} are in use; every rank on a machine needs "
-            "one for each pipeline, and rank 0's machine one more for the failure monitor",
+            f"all {len(ports)} ports of {VARIABLE}={ports[0]}-{ports[-1]} are in use: another job may use them; give "
+            "every job of a machine its own range",
         )
     except BaseException:
         listener.close()

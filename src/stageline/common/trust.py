@@ -1,8 +1,9 @@
 """Authentication of the ranks of a job: a shared secret, and proofs of knowing it.
 
-On one machine, the secret is in a file that only its owner can read. torch's store, which anyone who reaches it can
-read, holds only the file's name. A rank never sends the secret: it sends a keyed digest of values that both ends chose
-for this connection, so a recorded proof is useless. Needs only the standard library.
+A launcher gives all ranks a secret, STAGELINE_SECRET or STAGELINE_SECRET_FILE. Without it, rank 0 draws one. On one
+machine, that is in a file that only its owner can read, and torch's store, which anyone who reaches it can read, holds
+only the file's name. A rank never sends the secret: it sends a keyed digest of values that both ends chose for this
+connection, so a recorded proof is useless. Needs only the standard library.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from stageline.common.errors import TrustError, shorten
 
 _PREFIX = "stageline-secret-"
 _LONGEST = 4096
+_SHORTEST = 16
+"""The fewest characters of a secret that a user chose."""
 _warned = False
 
 
@@ -147,6 +150,66 @@ def _unreadable(path: str, why: str) -> TrustError:
     )
 
 
+def job_secret(environment: Mapping[str, str] | None = None) -> str:
+    """The secret that the launcher or the user gave this rank; empty if there is none.
+
+    >>> job_secret({}), job_secret({"STAGELINE_SECRET": "correct horse battery staple"})
+    ('', 'correct horse battery staple')
+    """
+    variables = os.environ if environment is None else environment
+    path, text = variables.get("STAGELINE_SECRET_FILE", ""), variables.get("STAGELINE_SECRET", "")
+    name = "STAGELINE_SECRET"
+    if path:
+        name = f"the file of STAGELINE_SECRET_FILE={shorten(path, 100)}"
+        try:
+            text = Path(path).read_text(encoding="utf-8")[:_LONGEST].strip()
+        except (OSError, ValueError) as error:
+            raise TrustError(f"cannot read the secret of this job from {name}: {error}") from error
+    if (path or text) and len(text) < _SHORTEST:
+        raise TrustError(
+            f"{name} has {len(text)} characters, and at least {_SHORTEST} are needed: openssl rand -hex 32"
+        )
+    return text
+
+
+def secret_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """What a launcher adds to the environment of all ranks of a job: a new secret, unless the user gave one.
+
+    >>> secret_variables({"STAGELINE_SECRET_FILE": "/run/secrets/job"}), list(secret_variables({}))
+    ({}, ['STAGELINE_SECRET'])
+    """
+    if environment.get("STAGELINE_SECRET_FILE") or environment.get("STAGELINE_SECRET"):
+        return {}
+    return {"STAGELINE_SECRET": secrets.token_hex(32)}
+
+
+def seal(secret: str, name: str, text: str) -> str:
+    """The text for those who know the secret: nobody else can read or change it, or take it for one of another name.
+
+    >>> sealed = seal("a secret", "address", "10.0.0.1:5000")
+    >>> unseal("a secret", "address", sealed), unseal("another", "address", sealed), unseal("a secret", "key", sealed)
+    ('10.0.0.1:5000', None, None)
+    """
+    nonce, data = new_nonce(), text.encode()
+    hidden = bytes(one ^ other for one, other in zip(data, _stream(secret, nonce, len(data)), strict=True)).hex()
+    return f"{nonce} {hidden} {proof(secret, 'sealed', name, nonce, hidden)}"
+
+
+def unseal(secret: str, name: str, sealed: str) -> str | None:
+    """The text; None if it was not sealed under this name by someone who knows the secret."""
+    nonce, hidden, claim = (*sealed.split(" "), "", "")[:3]
+    if not proves(claim, secret, "sealed", name, nonce, hidden):
+        return None
+    data = bytes.fromhex(hidden)
+    return bytes(one ^ other for one, other in zip(data, _stream(secret, nonce, len(data)), strict=True)).decode()
+
+
+def _stream(secret: str, nonce: str, size: int) -> bytes:
+    """Bytes that only those who know the secret can compute: keyed digests of a nonce and a counter."""
+    blocks = (bytes.fromhex(proof(secret, "stream", nonce, number)) for number in range(size // 32 + 1))
+    return b"".join(blocks)[:size]
+
+
 def ranks_here(variables: Mapping[str, str]) -> int | None:
     """How many ranks the launcher says that it started on this machine; None if it does not say.
 
@@ -196,6 +259,7 @@ class Sharing:
         """Share through a key of the store. `here` means that all ranks are on this machine."""
         self._store, self._key, self._rank, self._here = store, key, rank, here
         self._file: SecretFile | None = None
+        self._secret = job_secret()
 
     def __call__(self, text: str) -> str:
         """Return the text of rank 0; rank 0 does not wait for the others."""
@@ -203,6 +267,14 @@ class Sharing:
             self._store.set(self._key, self._offer(text))
             return text
         kind, _, value = self._store.get(self._key).decode(errors="replace").partition(" ")
+        if kind == "sealed" or (self._secret and kind != "none"):
+            opened = unseal(self._secret, self._key, value) if self._secret and kind == "sealed" else None
+            if opened is None:
+                raise TrustError(
+                    f"rank {self._rank} does not have the secret of rank 0: set STAGELINE_SECRET or "
+                    "STAGELINE_SECRET_FILE to the same secret on all hosts"
+                )
+            return opened
         if kind == "file":
             return read_secret(value)
         if kind == "none":  # an empty value cannot be stored: `get` would wait for it
@@ -218,6 +290,8 @@ class Sharing:
     def _offer(self, text: str) -> str:
         if not text:
             return "none"
+        if self._secret:
+            return f"sealed {seal(self._secret, self._key, text)}"
         if self._here:
             self._file = SecretFile(text)
             return f"file {self._file.path}"
@@ -235,7 +309,7 @@ def _warn() -> None:
     if not _warned:
         _warned = True
         warnings.warn(
-            "the ranks are on several machines, so their secret is in torch's store, and their connections trust "
-            "anyone who reaches it; use a trusted network",
+            "the ranks are on several machines and have no secret, so their connections trust whoever reaches torch's "
+            "store: set STAGELINE_SECRET or STAGELINE_SECRET_FILE on all hosts, or use a trusted network",
             stacklevel=2,
         )

@@ -4,6 +4,7 @@ Layout and mesh, process groups, collectives, and the hosts that run one step of
 runs programs that it is handed; it knows no stage and no autograd.
 
 Read in order: `layout`, `rank_host` (the protocols), `failures` (errors of steps and jobs), `thread_host`; then
-`bootstrap` (joining a job), `process_groups`, `communicators` (NCCL), `collectives`, `process_host` and, for jobs that
-lose a rank, `process_exit`, `recovery_policy`, `attempts` and `recovery`. `launchers/` starts the processes of a job.
+`meeting` (how ranks meet), `bootstrap` (joining a job), `process_groups`, `communicators` (NCCL), `collectives`,
+`process_host` and, for jobs that lose a rank, `process_exit`, `recovery_policy`, `attempts` and `recovery`.
+`launchers/` starts the processes of a job.
 """

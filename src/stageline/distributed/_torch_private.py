@@ -9,7 +9,15 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-__all__ = ["TCPStore", "default_store", "known_groups", "new_group_of", "root_of", "set_group_timeout"]
+__all__ = [
+    "TCPStore",
+    "default_store",
+    "default_timeout",
+    "known_groups",
+    "new_group_of",
+    "root_of",
+    "set_group_timeout",
+]
 
 
 def default_store() -> Any:
@@ -27,7 +35,13 @@ def root_of(mesh: Any) -> Any:
     return mesh._get_root_mesh()
 
 
-def new_group_of(processes: Sequence[int], backend: str, name: str, store: Any) -> Any:
+def default_timeout(backend: str) -> timedelta:
+    """How long a collective of a process group may take by default."""
+    c10d: Any = dist.distributed_c10d
+    return timedelta(seconds=c10d._get_default_timeout(c10d.Backend(backend)).total_seconds())
+
+
+def new_group_of(processes: Sequence[int], backend: str, name: str, store: Any, timeout: timedelta) -> Any:
     """A process group that its members alone make.
 
     `new_group` with use_local_synchronization names a group by how many groups the process is in, which may not be the
@@ -35,7 +49,6 @@ def new_group_of(processes: Sequence[int], backend: str, name: str, store: Any) 
     """
     c10d: Any = dist.distributed_c10d
     ranks = sorted(processes)
-    timeout = c10d._get_default_timeout(c10d.Backend(backend))
     group, _ = c10d._new_process_group_helper(
         len(ranks), ranks.index(dist.get_rank()), ranks, c10d.Backend(backend), store, name, timeout=timeout
     )

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore
 
+from stageline.common.errors import PipelineError
 from stageline.distributed._torch_private import TCPStore
 
 NUMBER = "STAGELINE_ATTEMPT"
@@ -138,3 +139,9 @@ def superseded() -> bool:
     """Whether another rank was lost, so that the ranks of this attempt will never be complete."""
     number = number_of()
     return number is not None and announcements().newest() > number
+
+
+def refuse_superseded() -> None:
+    """Raise if another rank was lost."""
+    if superseded():
+        raise PipelineError("another rank was lost while the job recovered from the loss of one")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import datetime
 import hashlib
 import os
-import secrets
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,13 +18,17 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from stageline.common.errors import ControlError, PipelineError, StagelineError
+from stageline.common.addresses import route_to
+from stageline.common.errors import ControlError, PipelineError, StagelineError, TransportError, shorten
+from stageline.common.ports import check_ports
+from stageline.common.trust import one_machine
 from stageline.distributed import attempts
 from stageline.distributed._torch_private import TCPStore, default_store
 from stageline.distributed.communicators import quiet_groups
 from stageline.distributed.failures import BLAME, note_record
 from stageline.distributed.launchers.slurm import slurm_place
 from stageline.distributed.layout import Layout, find_layout
+from stageline.distributed.meeting import Meeting, use_interface_of
 from stageline.distributed.process_exit import destroy_at_exit, keep_groups, leave_stuck
 from stageline.distributed.rank_host import RankHost
 from stageline.distributed.thread_host import ThreadHost
@@ -38,84 +41,54 @@ from stageline.faults.monitor.verdict import Verdict
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_HELLO, _ANSWER, _HEARD = "stageline/hello/{}", "stageline/answer/{}", "stageline/heard/{}/{}"
-"""Keys of the store: a rank's random number, the answer to it, and that the rank has read the answer."""
-
-
-class Meeting:
-    """A unique name for one rendezvous: rank 0 chooses it and answers the others, who ask for it.
-
-    torchrun's store outlives a restart, and the store of a script may outlive a process group. Their keys then hold the
-    addresses of processes that are gone. So every rank writes a fresh random number, and rank 0 answers it with the
-    name of this rendezvous, which is the prefix of all other keys.
-
-    >>> from concurrent.futures import ThreadPoolExecutor
-    >>> from torch.distributed import HashStore
-    >>> store = HashStore()
-    >>> store.set("stageline/hello/1", "of a rank that is gone")
-    >>> with ThreadPoolExecutor() as pool:
-    ...     other = pool.submit(Meeting, store, 1, 2)
-    ...     first = Meeting(store, 0, 2)
-    ...     first.answer(lambda: False)
-    ...     other.result().name == first.name
-    True
-    """
-
-    def __init__(self, store: Any, rank: int, ranks: int, patience: float = 300.0) -> None:
-        """Choose the name, or wait until rank 0 answers with it, for so many seconds."""
-        self._store, self._ranks = store, ranks
-        self.name = drawn = secrets.token_hex(8)
-        if rank:
-            store.set(_HELLO.format(rank), drawn)
-            self._await_answer(_ANSWER.format(drawn), patience)
-            self.name = store.get(_ANSWER.format(drawn)).decode()
-            store.set(_HEARD.format(self.name, rank), "1")
-
-    def _await_answer(self, key: str, patience: float) -> None:
-        """Wait for rank 0; where a launcher replaces lost ranks, look whether it was lost meanwhile."""
-        recovers, end = attempts.number_of() is not None, time.monotonic() + patience
-        while recovers and time.monotonic() < end and not self._store.check([key]):
-            _refuse_superseded()
-            time.sleep(0.02)
-        self._store.wait([key], datetime.timedelta(seconds=0.1 if recovers else patience))
-
-    def answer(self, over: Callable[[], bool]) -> None:
-        """On rank 0: answer the others until all know the name or `over()` is true."""
-        answered: set[str] = set()
-        missing = list(range(1, self._ranks))
-        while missing and not over():
-            for rank in missing:
-                if self._store.check([_HELLO.format(rank)]):
-                    drawn = self._store.get(_HELLO.format(rank)).decode()
-                    if drawn not in answered:  # perhaps of an earlier rendezvous, where the answer does no harm
-                        self._store.set(_ANSWER.format(drawn), self.name)
-                        answered.add(drawn)
-            missing = [rank for rank in missing if not self._store.check([_HEARD.format(self.name, rank)])]
-            if missing:
-                time.sleep(0.01)
+LAZY = "TORCH_GLOO_LAZY_INIT"
+CURE = "let the hosts of the job connect to each other, at least on the ports of STAGELINE_PORTS and on MASTER_PORT"
+_UNREACHED = "stageline/unreached/{}/{}"
+"""Key of the store: why a rank cannot reach rank 0's machine."""
 
 
 class JobChannel:
     """The control channel of one rendezvous, and the name under which its ranks use the store."""
 
-    def __init__(self, store: Any, rank: int, ranks: int, deadline: float, host: str = "", job: int = 0) -> None:
+    def __init__(self, store: Any, rank: int, ranks: int, deadline: float, job: int = 0) -> None:
         """Open the channel; rank 0 starts the failure monitor, and puts its address into the store.
 
-        For a part of a job, `host` is where its monitor listens, and `job` is the number of all processes.
+        For a part of a job, `job` is the number of all processes.
         """
         try:
-            meeting = Meeting(store, rank, ranks, patience=2 * deadline + 10)
+            meeting = Meeting(store, rank, ranks, patience=2 * deadline + 10, job=job)
+        except StagelineError:
+            raise
         except Exception as error:
             raise no_address(rank, error) from error
-        self.name = meeting.name
+        self.name, self.address = meeting.name, meeting.address
+        use_interface_of(self.address)
         self.group: Callable[[], Any] = lambda: None
         """The default group of this rendezvous, while it exists."""
         self._prefixes = 0
         share = share_by_store(PrefixStore(self.name, store), rank, str(ranks), job or ranks)
+        host = "" if os.environ.get("STAGELINE_CONTROL_HOST") and not job else self.address
         self.control = control = MonitorClient.start(rank, ranks, share, deadline, host=host)
-        end = time.monotonic() + 2 * deadline + 10
+        if rank and control.unreached and not one_machine(job or ranks):
+            why = f"rank {rank} cannot reach rank 0's machine: {control.unreached}; {CURE}"
+            store.set(_UNREACHED.format(self.name, rank), why)
+            control.close(why, clean=False)
+            raise PipelineError(why)
+        self._store, end = store, time.monotonic() + 2 * deadline + 10
         if rank == 0:
-            meeting.answer(lambda: control.verdict() is not None or time.monotonic() > end or attempts.superseded())
+            try:
+                meeting.answer(lambda: control.verdict() is not None or time.monotonic() > end or attempts.superseded())
+            except BaseException as error:
+                control.close(str(error), clean=False)
+                raise
+
+    def not_started(self, verdict: Verdict) -> PipelineError:
+        """The error of a job of which a rank did not start, with what that rank said about it in the store."""
+        key = _UNREACHED.format(self.name, verdict.culprit)
+        with suppress(RuntimeError):
+            if self._store.check([key]):
+                return PipelineError(self._store.get(key).decode())
+        return _not_started(self.control, verdict)
 
     def next_prefix(self) -> str:
         """A prefix in the store for one more set of groups; all processes make them in the same order."""
@@ -165,8 +138,7 @@ def part_channel(members: tuple[int, ...], deadline: float) -> JobChannel:
         store = PrefixStore(
             f"stageline/part/{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}", default_store()
         )
-        rank, host = members.index(dist.get_rank()), own_host(os.environ, "")
-        channel = JobChannel(store, rank, len(members), deadline, host, dist.get_world_size())
+        channel = JobChannel(store, members.index(dist.get_rank()), len(members), deadline, dist.get_world_size())
         channel.group = weakref.ref(default)
         _channels[members] = channel
     return _channels[members]
@@ -188,26 +160,6 @@ def final_verdict() -> Verdict | None:
     return next((verdict for verdict in verdicts if verdict is not None), None)
 
 
-def own_host(environment: Mapping[str, str], reached: str) -> str:
-    """The address at which other ranks reach this machine: STAGELINE_HOST, or that of the control channel.
-
-    Without a control channel, it is loopback if all ranks are on this machine, and else the address of the interface
-    that leads to rank 0.
-
-    >>> own_host({"STAGELINE_HOST": "10.0.0.7"}, "127.0.0.1"), own_host({}, "10.0.0.5"), own_host({}, "")
-    ('10.0.0.7', '10.0.0.5', '127.0.0.1')
-    """
-    host = environment.get("STAGELINE_HOST", "") or reached
-    if host or environment.get("LOCAL_WORLD_SIZE", "") == environment.get("WORLD_SIZE", ""):
-        return host or "127.0.0.1"
-    with suppress(OSError):
-        family, *_, address = socket.getaddrinfo(environment.get("MASTER_ADDR", ""), 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # sends nothing
-            return str(probe.getsockname()[0])
-    return "127.0.0.1"
-
-
 def has_own_gpu(environment: Mapping[str, str]) -> bool:
     """Whether this machine has as many GPUs as processes of the job, so that NCCL can serve them."""
     if not (dist.is_nccl_available() and torch.cuda.is_available()):
@@ -222,6 +174,7 @@ def several_processes(deadline: float) -> bool:
         os.environ.update(slurm_place(os.environ))
         if check_environment(os.environ) == 1:
             return False
+        check_ports(os.environ)
         _join(deadline)
     return dist.get_world_size() > 1
 
@@ -251,18 +204,18 @@ def _join(deadline: float) -> None:
     store, rank, ranks = _find_store(deadline)
     attempt = attempts.number_of()
     if attempt is not None:
-        _refuse_superseded()
+        attempts.refuse_superseded()
         attempts.announcements().arrive(rank, attempt)
         store = PrefixStore(f"attempt/{attempt}", store)
     channel = open_channel(PrefixStore("stageline", store), rank, ranks, deadline)
     verdict = _await_everyone(channel.control, timeout=2 * deadline + 10)
     if verdict is not None:
-        raise _not_started(channel.control, verdict)
+        raise channel.not_started(verdict)
     backend = "cpu:gloo,cuda:nccl" if has_own_gpu(os.environ) else "gloo"
     ours = PrefixStore(f"default/{channel.name}", store)
 
     def start() -> None:
-        with quiet_groups():
+        with quiet_groups(), unconnected_groups():
             dist.init_process_group(backend, store=ours, rank=rank, world_size=ranks)
 
     start_together(channel.control, start)
@@ -277,13 +230,21 @@ def _await_everyone(control: MonitorClient, timeout: float) -> Verdict | None:
     while attempts.number_of() is not None and time.monotonic() < end:
         with suppress(ControlError):  # not all are there yet
             return control.everyone(timeout=0.1)
-        _refuse_superseded()
+        attempts.refuse_superseded()
     return control.everyone(timeout)
 
 
-def _refuse_superseded() -> None:
-    if attempts.superseded():
-        raise PipelineError("another rank was lost while the job recovered from the loss of one")
+@contextmanager
+def unconnected_groups() -> Iterator[None]:
+    """Let gloo make groups that connect when they are first used: a pipeline without replicas uses none of them."""
+    before = os.environ.get(LAZY)
+    os.environ[LAZY] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(LAZY)
+        if before is not None:
+            os.environ[LAZY] = before
 
 
 def _find_store(deadline: float) -> tuple[Any, int, int]:
@@ -298,33 +259,49 @@ def _find_store(deadline: float) -> tuple[Any, int, int]:
         if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             store, _, _ = next(iter(rendezvous("env://", timeout=timeout)))
             return store, rank, ranks
-        if rank and not _answers(host, port, deadline):  # the store itself would try for twice as long
-            raise TimeoutError(f"no connection within {deadline:g} s")
+        if rank:
+            _await_answer(host, port, deadline)  # the store itself would try for twice as long
+        elif route_to(host) is None:  # others may know this machine by that name, which it does not know itself
+            host = "localhost"
         store = TCPStore(host, port, ranks, rank == 0, timeout, wait_for_workers=False, multi_tenant=True)
     except (RuntimeError, OSError) as error:
         if rank == 0:
-            raise StagelineError(f"rank 0 cannot listen at MASTER_ADDR={host}, MASTER_PORT={port}: {error}") from error
+            raise StagelineError(
+                f"rank 0 cannot listen at MASTER_ADDR={host}, MASTER_PORT={port}; another job may use that port: "
+                f"{shorten(error, 200)}"
+            ) from error
         raise PipelineError(
-            f"rank 0 never started: nothing answers at MASTER_ADDR={host}, MASTER_PORT={port} within {deadline:g} s; "
-            "start the job again with all ranks"
+            f"rank 0 never started: nothing answers at MASTER_ADDR={host}, MASTER_PORT={port} within {deadline:g} s "
+            f"({shorten(error, 200)}); start the job again with all ranks"
         ) from error
     return store, rank, ranks
 
 
-def _answers(host: str, port: int, patience: float) -> bool:
-    """Whether a process listens there within this many seconds."""
+def _await_answer(host: str, port: int, patience: float) -> None:
+    """Wait until a process listens there, or raise the last error after this many seconds."""
     end = time.monotonic() + patience
     while True:
-        with suppress(OSError), socket.create_connection((host, port), timeout=min(1.0, patience)):
-            return True
-        if time.monotonic() > end:
-            return False
+        try:
+            socket.create_connection((host, port), timeout=min(1.0, patience)).close()
+            return
+        except OSError:
+            if time.monotonic() > end:
+                raise
         time.sleep(0.05)
 
 
-def start_together(control: MonitorClient, start: Callable[[], object]) -> None:
-    """Call a start-up function of all ranks on a thread: its wait for a lost rank cannot be interrupted otherwise."""
+def start_together(
+    control: MonitorClient,
+    start: Callable[[], object],
+    timeout: float = float("inf"),
+    unreachable: Callable[[object], Exception] | None = None,
+) -> None:
+    """Call a start-up function of all ranks on a thread: its wait for a lost rank cannot be interrupted otherwise.
+
+    `unreachable` makes the error of one that takes longer than `timeout` seconds, or that fails in a library.
+    """
     failed: list[BaseException] = []
+    end = time.monotonic() + timeout
 
     def run() -> None:
         try:
@@ -340,8 +317,14 @@ def start_together(control: MonitorClient, start: Callable[[], object]) -> None:
         while thread.is_alive() and (verdict is None or not verdict.final):
             thread.join(0.05)
             verdict = control.verdict()
+            if time.monotonic() > end and unreachable is not None:
+                leave_stuck(thread)
+                failed.append(unreachable("no answer in time"))
+                break
         if failed:
             verdict = control.blame(BLAME)
+            if unreachable is not None and isinstance(failed[0], TransportError):
+                failed[0] = unreachable(failed[0])
         if verdict is not None and verdict.final:
             leave_stuck(thread)
             keep_groups()

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stageline.common.errors import PipelineError, TransportError, shorten
@@ -28,9 +29,12 @@ from stageline.transport.clock_alignment import Alignment
 from stageline.transport.gpu.nccl import Communicator
 from stageline.transport.gpu.payloads import ChannelEnds
 from stageline.transport.protocol import ProcessTransport, RowExchange
+from stageline.transport.tcp.socket_group import SocketGroup, SocketWork
 from stageline.transport.tcp.transport import SocketTransport
 
 Result = TypeVar("Result")
+SLOWEST_NCCL = 60.0
+"""Seconds in which NCCL connects the ranks of a large job."""
 
 
 class ProcessCollectives:
@@ -89,7 +93,13 @@ class ProcessCollectives:
             and has_gpu[self.replica, channel.target]
         ]
         replicas = self.layout.replica_group(rank) if has_gpu[:, rank].all() else ()
-        start_together(self._control, lambda: communicators.join(self.process, ends, replicas, device))
+        peers = [process for end in ends for process in end[:2]] + list(replicas)
+        start_together(
+            self._control,
+            lambda: communicators.join(self.process, ends, replicas, device),
+            max(self.deadline, SLOWEST_NCCL),
+            lambda error: self._groups.unreachable("NCCL", peers, error),
+        )
 
     def replica_communicator(self, processes: Sequence[int]) -> Communicator | None:
         """The communicator of a replica group; None if it has none."""
@@ -122,7 +132,7 @@ class ProcessCollectives:
             work = start()
         except RuntimeError as error:
             raise self._failures.lose(f"{self.name} lost another rank: {error}") from error
-        pending = self._groups.pending
+        pending = set() if isinstance(work, SocketWork) else self._groups.pending
         pending.add(work)
 
         def wait() -> None:
@@ -202,16 +212,8 @@ class ProcessCollectives:
 
     def all_gather_async(self, row: Floats) -> Callable[[], Floats]:
         """Start an `all_gather`; call the result to wait for it."""
-        mine = torch.from_numpy(np.ascontiguousarray(row, dtype=np.float64))
-        rows = [torch.empty_like(mine) for _ in range(self._control.ranks)]
-        wait = self.start(lambda: dist.all_gather(rows, mine, group=self._groups.control, async_op=True))
-
-        def gathered() -> Floats:
-            wait()
-            known: Floats = np.stack([row.numpy() for row in rows])
-            return np.asarray(known[np.array(self.layout.rows)])
-
-        return gathered
+        known = self._start_on_sockets(lambda: self._groups.all.all_gather(np.asarray(row, dtype=np.float64)))
+        return lambda: np.asarray(known()[np.array(self.layout.rows)])
 
     def check_same(self, facts: dict[str, str]) -> None:
         """Compare digests of the facts; if one differs, name it and the first rank that differs from most.
@@ -219,9 +221,9 @@ class ProcessCollectives:
         Then make the process groups of the layout, on which all processes agree by now.
         """
         names = sorted(facts)
-        mine = torch.tensor([_digest(facts[name]) for name in names])
-        digests = [torch.empty_like(mine) for _ in range(self._control.ranks)]
-        self.start(lambda: dist.all_gather(digests, mine, group=self._groups.control, async_op=True))()
+        mine = np.array([_digest(facts[name]) for name in names], dtype=np.int64)
+        gathered = self._start_on_sockets(lambda: self._groups.all.all_gather(mine.view(np.float64)))()
+        digests = gathered.view(np.int64)
         for index, name in enumerate(names):
             values = [int(row[index]) for row in digests]
             usual = Counter(values).most_common(1)[0][0]  # of the most ranks; that of rank 0 in a tie
@@ -238,7 +240,7 @@ class ProcessCollectives:
 
     def broadcast_to_all(self, text: str, process: int) -> str:
         """The text of one process, on all processes of all replicas."""
-        return self.broadcast_in_group(text, process, self._groups.control)
+        return self._broadcast(text.encode(), process, self._groups.all).decode()
 
     # Of one replica.
 
@@ -248,22 +250,44 @@ class ProcessCollectives:
 
     def all_reduce_async(self, values: Callable[[], Floats]) -> Callable[[], Floats]:
         """Start an `all_reduce`; call the result to wait for it."""
-        tensor = torch.from_numpy(np.ascontiguousarray(values(), dtype=np.float64).copy())
-        wait = self.start(lambda: dist.all_reduce(tensor, group=self.layout_groups.replica, async_op=True))
-
-        def total() -> Floats:
-            wait()
-            return np.asarray(tensor.numpy())
-
-        return total
+        own = np.asarray(values(), dtype=np.float64)
+        return self._start_on_sockets(lambda: self.layout_groups.row.all_reduce(own))
 
     def broadcast_tensor(self, tensor: Tensor, owner: int) -> None:
         """Copy the tensor of one rank to all ranks of this replica, through the memory of the host."""
-        self.broadcast_tensor_in_group(tensor, self.layout.rows[self.replica][owner], self.layout_groups.replica)
+        process = self.layout.rows[self.replica][owner]
+        own = tensor.detach().cpu().contiguous()
+        data = own.reshape(-1).view(torch.uint8).numpy().tobytes() if process == self.process else b""
+        received = self._broadcast(data, process, self.layout_groups.row)
+        if process != self.process and received:
+            sent = torch.frombuffer(bytearray(received), dtype=torch.uint8).view(tensor.dtype)
+            with torch.no_grad():
+                tensor.copy_(sent.reshape(tensor.shape))
 
     def broadcast(self, text: str, owner: int) -> str:
         """The text of one rank, on all ranks of this replica."""
-        return self.broadcast_in_group(text, self.layout.rows[self.replica][owner], self.layout_groups.replica)
+        process = self.layout.rows[self.replica][owner]
+        return self._broadcast(text.encode(), process, self.layout_groups.row).decode()
+
+    def _broadcast(self, data: bytes, process: int, group: SocketGroup) -> bytes:
+        own = data if process == self.process else None
+        return self._start_on_sockets(lambda: group.broadcast(own, process))().tobytes()
+
+    def _start_on_sockets(self, start: Callable[[], SocketWork]) -> Callable[[], NDArray[Any]]:
+        """Start a collective over the pipeline's own connections; call the result to wait for its value."""
+        works: list[SocketWork] = []
+
+        def started() -> SocketWork:
+            works.append(start())
+            return works[0]
+
+        wait = self.start(started)
+
+        def value() -> NDArray[Any]:
+            wait()
+            return works[0].value
+
+        return value
 
     # Of any group.
 

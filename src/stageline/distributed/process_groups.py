@@ -1,38 +1,56 @@
 """The connections and process groups of a pipeline, apart from the user's default group.
 
-Messages travel over sockets, and small collectives over gloo; a user's NCCL group is never used, nor kept busy. Where
-every rank of a machine can have a GPU of its own, tensors of GPUs travel over NCCL (`communicators`).
+Messages and small collectives travel over the pipeline's own connections, and gradients of replicas over gloo; a user's
+NCCL group is never used, nor kept busy. Where every rank of a machine can have a GPU of its own, tensors of GPUs travel
+over NCCL (`communicators`). Without replicas, gloo opens no connection, so a firewall may block all ports but ours.
 """
 
 from __future__ import annotations
 
+import datetime
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+import numpy as np
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from stageline.distributed._torch_private import default_store, known_groups, new_group_of
-from stageline.distributed.bootstrap import default_channel, has_own_gpu, own_host, part_channel, start_together
+from stageline.common.errors import PipelineError, shorten
+from stageline.distributed._torch_private import (
+    default_store,
+    default_timeout,
+    known_groups,
+    new_group_of,
+    set_group_timeout,
+)
+from stageline.distributed.bootstrap import (
+    default_channel,
+    has_own_gpu,
+    part_channel,
+    start_together,
+    unconnected_groups,
+)
 from stageline.distributed.communicators import Communicators, quiet_groups
 from stageline.distributed.layout import Layout, data_choices
 from stageline.distributed.process_exit import destroy_at_exit, keep_groups, leave_stuck
 from stageline.transport.gpu import nccl
 from stageline.transport.tcp.links import Links
+from stageline.transport.tcp.socket_group import SocketGroup
 
 
 @dataclass(frozen=True)
 class LayoutGroups:
     """The process groups of one process in a layout of replicas."""
 
-    replica: Any
+    row: SocketGroup
     """The ranks of its replica."""
+    replica: Any
+    """The same as a process group, for a `DeviceMesh`; it connects when it is first used."""
     replica_group: Any = None
     """Its rank in all replicas; None if there is only one replica."""
     replica_nccl: Any = None
@@ -51,7 +69,7 @@ class Groups:
     def __init__(self, deadline: float, layout: Layout) -> None:
         self._members = layout.members
         channel = part_channel(self._members, deadline) if self._members else default_channel(deadline)
-        self.monitor = channel.control
+        self.monitor, self._address, self._deadline = channel.control, channel.address, deadline
         if layout.members:  # before the first pipeline has a name for every rank
             self.monitor.name_of = layout.name
         self._prefix = channel.next_prefix()
@@ -65,24 +83,52 @@ class Groups:
 
     def _make(self) -> None:
         with own_part_of_store(self._prefix):
-            self.links = Links.join(own_host(os.environ, self.monitor.host), self._members)
-            self.control = self._new_group(range(self.links.ranks), "gloo", "control")
+            self.links = Links.join(self._address, self._members)
+            self.links.deadline = self._deadline
+            self.all = SocketGroup(self.links, range(self.links.ranks), "collective")
+            with unconnected_groups():
+                self._all_gloo = self._new_group(range(self.links.ranks), "gloo", "control")
             own_gpu = has_own_gpu(os.environ)
-            able = torch.tensor([int(own_gpu), int(own_gpu and nccl.library() is not None)])
-            dist.all_reduce(able, dist.ReduceOp.MIN, group=self.control)
-            self._own_gpus = bool(able[0])
-            self.communicators = Communicators(self._prefix) if able[1] else None
+            able = self.all.all_gather(np.array([float(own_gpu), float(own_gpu and nccl.library() is not None)]))
+            able.wait()
+            self._own_gpus, over_nccl = map(bool, able.value.min(axis=0))
+            self.communicators = Communicators(self._prefix) if over_nccl else None
 
     def _new_group(self, processes: Sequence[int], backend: str, what: str) -> Any:
         """A process group; all processes of these groups call this. None on a process outside of it."""
-        if not self._members:
-            return dist.new_group(processes, backend=backend, group_desc=f"stageline {what}")
-        self._part_groups += 1
-        name = f"{self._prefix}/{what}/{self._part_groups}"
-        store = known_groups()[dist.group.WORLD][1]
-        if self.links.rank not in processes:
-            return None
-        return new_group_of([self._members[process] for process in processes], backend, name, store)
+        # gloo connects all members at once: it may wait for a peer behind a firewall no longer than the deadline.
+        timeout = datetime.timedelta(seconds=max(1.0, self._deadline)) if backend == "gloo" else None
+        try:
+            if not self._members:
+                group = dist.new_group(processes, timeout, backend, group_desc=f"stageline {what}")
+            else:
+                self._part_groups += 1
+                name = f"{self._prefix}/{what}/{self._part_groups}"
+                store = known_groups()[dist.group.WORLD][1]
+                if self.links.rank not in processes:
+                    return None
+                members = [self._members[process] for process in processes]
+                group = new_group_of(members, backend, name, store, timeout or default_timeout(backend))
+        except RuntimeError as error:
+            if backend == "gloo" and self.links.rank in processes and "connect" in str(error).lower():
+                raise self.unreachable("gloo", processes, error) from error
+            raise
+        if timeout is not None and self.links.rank in processes:
+            set_group_timeout(default_timeout(backend), group)
+        return group
+
+    def unreachable(self, library: str, processes: Iterable[int], error: object) -> PipelineError:
+        """The error of a library that could not connect some processes, all of which our own connections reach."""
+        mine = self.links.rank
+        others = [process for process in dict.fromkeys(processes) if process != mine]
+        others = [process for process in others if self.links.host_of(process) != self.links.host_of(mine)] or others
+        names = {process: self.monitor.name_of(process) or f"rank {process}" for process in (mine, *others)}
+        peers = " and ".join(f"{names[process]} at {self.links.host_of(process)}" for process in others)
+        return PipelineError(
+            f"{names[mine]} cannot connect to {peers} over {library} within {self._deadline:g} s: let the hosts "
+            f"connect to each other on the ports of net.ipv4.ip_local_port_range, which {library} uses, and check "
+            f"{library.upper()}_SOCKET_IFNAME if it is set ({shorten(str(error), 200)})"
+        )
 
     def count(self) -> int:
         """The number of the next pipeline; all processes make them in the same order."""
@@ -91,12 +137,18 @@ class Groups:
 
     def of_job(self) -> LayoutGroups:
         """The groups of a job with one replica."""
-        return LayoutGroups(self.control)
+        return LayoutGroups(self.all, self._all_gloo)
 
     def for_layout(self, layout: Layout) -> LayoutGroups:
         """The groups of a layout; made by all processes together, the first time."""
         if layout not in self._of_layout:
-            start_together(self.monitor, lambda: self._make_for_layout(layout))
+            _, rank = layout.place(self.links.rank)
+            start_together(
+                self.monitor,
+                lambda: self._make_for_layout(layout),
+                max(5.0, self._deadline),
+                lambda error: self.unreachable("gloo", layout.replica_group(rank), error),
+            )
         return self._of_layout[layout]
 
     def _make_for_layout(self, layout: Layout) -> None:
@@ -108,7 +160,8 @@ class Groups:
 
         def make(backend: str) -> list[Any]:
             """A group for every replica and every rank: all processes make all of them, in the same order."""
-            rows = [self._new_group(row, backend, "replica") for row in layout.rows]
+            with unconnected_groups():
+                rows = [self._new_group(row, backend, "replica") for row in layout.rows]
             across = [self._new_group(ranks, backend, "replica group") for ranks in replica_groups]
             return [rows[replica], across[rank]]
 
@@ -120,7 +173,8 @@ class Groups:
             for group in over_nccl:
                 destroy_at_exit(group)
         nccl_groups = over_nccl or [None, None]
-        self._of_layout[layout] = LayoutGroups(mine[0], mine[1], nccl_groups[0], nccl_groups[1], data)
+        row = SocketGroup(self.links, layout.rows[replica], "replica")
+        self._of_layout[layout] = LayoutGroups(row, mine[0], mine[1], nccl_groups[0], nccl_groups[1], data)
 
     def _make_data_groups(self, layout: Layout) -> dict[frozenset[str], Any]:
         """A group for every choice of the dimensions of the data, unless it is the whole replica group."""
@@ -141,6 +195,8 @@ class Groups:
         """Tell the others, which may be waiting, unless a rank already has; the next pipeline makes new connections."""
         self.abort()
         self.keep()
+        for group in (self.all, *(groups.row for groups in self._of_layout.values())):
+            group.close()
         for known in _groups.values():
             if known.get(self._members) is self:
                 del known[self._members]

@@ -27,6 +27,7 @@ def test_a_task_takes_its_place() -> None:
 def test_the_user_may_set_the_address() -> None:
     place = slurm_place(TASK | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"})
     assert (place["MASTER_ADDR"], place["MASTER_PORT"]) == ("10.0.0.1", "4000")
+    assert slurm_place(TASK | {"STAGELINE_PORTS": "29600-29609"})["MASTER_PORT"] == "29600"
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from stageline.common.errors import StagelineError
+from stageline.common.trust import secret_variables
 from stageline.distributed._torch_private import TCPStore
 from stageline.distributed.attempts import MEMORY, NUMBER, Announcements
 from stageline.distributed.launchers.fork_server import Child, ForkServer, read_answer, shared_server
@@ -82,6 +83,7 @@ def place_variables(job: Job, port: int) -> list[dict[str, str]]:
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is open: no rank has to host it
         **job.environment,
     }
+    common |= secret_variables(common)
     if not torch.cuda.is_available():
         common.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(job.processes)]

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 
 from stageline.common.errors import StagelineError, shorten
+from stageline.common.ports import port_range
 
 _PORTS = range(20000, 30000)
 """Of the store of rank 0; the job's number selects one, so that two jobs on a host do not meet."""
@@ -44,6 +45,7 @@ def slurm_place(environment: Mapping[str, str]) -> dict[str, str]:
             f"SLURM names {len(hosts)} hosts and tasks on {len(per_node)} of them, and this is a task on host {node}; "
             "start the ranks with srun or torchrun"
         )
+    ports = port_range(environment)
     job = int(environment.get("SLURM_JOB_ID", "0")) * 7 + int(environment["SLURM_STEP_ID"])
     return {
         "RANK": environment["SLURM_PROCID"],
@@ -51,7 +53,7 @@ def slurm_place(environment: Mapping[str, str]) -> dict[str, str]:
         "LOCAL_RANK": environment["SLURM_LOCALID"],
         "LOCAL_WORLD_SIZE": str(per_node[node]),
         "MASTER_ADDR": environment.get("MASTER_ADDR") or ("127.0.0.1" if len(hosts) == 1 else hosts[0]),
-        "MASTER_PORT": environment.get("MASTER_PORT") or str(_PORTS[job % len(_PORTS)]),
+        "MASTER_PORT": environment.get("MASTER_PORT") or str(ports[0] if ports else _PORTS[job % len(_PORTS)]),
     }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stageline.common.errors import ControlError
-from stageline.faults.monitor.connection import Address, Connection
+from stageline.faults.monitor.connection import CONNECT_TIMEOUT, Address, Connection
 from stageline.faults.monitor.server import kernel
 
 ATTEMPT = 3.0
@@ -31,7 +31,9 @@ class Channel:
     Messages with a number are kept, and sent again on the next connection unless the monitor has received them.
     """
 
-    def __init__(self, address: Address, rank: int, where: str, machine: str = "") -> None:
+    def __init__(
+        self, address: Address, rank: int, where: str, machine: str = "", timeout: float = CONNECT_TIMEOUT
+    ) -> None:
         """Connect, or raise one of `PROBLEMS`; `machine` is the address of this machine, if the caller knows it."""
         self.address = address
         self.heard = time.monotonic()
@@ -39,7 +41,7 @@ class Channel:
         self.gone = ""
         """Why the monitor is gone, if it certainly is."""
         self._rank, self._where = rank, where
-        self._connection: Connection | None = Connection(address, rank, where)
+        self._connection: Connection | None = Connection(address, rank, where, timeout)
         self.machine = machine or self._connection.host
         self._lock = threading.Lock()
         self._number = 0

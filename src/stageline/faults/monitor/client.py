@@ -81,6 +81,8 @@ class MonitorClient:
         """The failure that ended the job; None while it runs."""
         self.lost: str | None = None
         """Why there is no control channel, if there is none; training continues without it."""
+        self.unreached = ""
+        """Why this rank could not reach the monitor that rank 0 had started, if that is so."""
         self.name_of: Callable[[int], str] = lambda rank: ""
         """The name of a rank in a mesh; empty if it is plain "rank 3"."""
         self.job = "alone"
@@ -282,8 +284,10 @@ class MonitorClient:
     def _connect(self, address: Address) -> None:
         self.job = address.job
         try:
-            self._channel = Channel(address, self.rank, self.where, os.environ.get("STAGELINE_HOST", ""))
+            timeout = max(2.0, min(CONNECT_TIMEOUT, 0.8 * self.deadline))  # before the monitor blames this rank
+            self._channel = Channel(address, self.rank, self.where, os.environ.get("STAGELINE_HOST", ""), timeout)
         except PROBLEMS as error:
+            self.unreached = f"nothing answers at {address.host}, port {address.port}: {error}"
             self._lose(f"cannot reach the failure monitor at {address.host}:{address.port}: {error}")
             return
         for message in self._channel.received_early():

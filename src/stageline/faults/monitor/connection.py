@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from stageline.common.errors import ControlError, shorten
-from stageline.common.trust import Sharing, Store, new_nonce, one_machine, proof, proves, ranks_here
+from stageline.common.trust import Sharing, Store, new_nonce, one_machine, proof, proves
 
 # Empty packages in place of the real ones, which would load numpy first.
 _BOOT = """
@@ -86,19 +86,10 @@ def share_by_store(store: Store, rank: int, name: str = "0", ranks: int = 1) -> 
     return Sharing(store, key, rank, here=one_machine(ranks))
 
 
-def control_host(ranks: int = 1) -> str:
-    """Return the address on which the monitor listens: STAGELINE_CONTROL_HOST, or loopback.
-
-    Loopback serves one machine. If a launcher says that there are several, the address must be set: ranks that cannot
-    connect must not be mistaken for absent ones.
-    """
+def control_host() -> str:
+    """Return the address on which the monitor listens by default: STAGELINE_CONTROL_HOST, or loopback."""
     host = os.environ.get("STAGELINE_CONTROL_HOST", "")
     if not host:
-        here, machines = ranks_here(os.environ), os.environ.get("SLURM_NNODES", "")
-        if (here is not None and here < ranks) or (machines.isdecimal() and int(machines) > 1):
-            raise ControlError(
-                "the ranks are on several machines: set STAGELINE_CONTROL_HOST to the address of rank 0's machine"
-            )
         return "127.0.0.1"
     try:
         address = ipaddress.ip_address(host)
@@ -115,7 +106,7 @@ def start_monitor(
     ranks: int, deadline: float, start_deadline: float, host: str = "", *, standby_of: Address | None = None
 ) -> Address:
     """Start the monitor process; it ends by itself when the ranks are gone. `host` is where it listens."""
-    host = host or control_host(ranks)
+    host = host or control_host()
     token = secrets.token_hex(32) if standby_of is None else standby_of.token
     # Through stdin: everyone on the machine can read the arguments of a process.
     options = {"ranks": ranks, "deadline": deadline, "start_deadline": start_deadline, "host": host, "token": token}

@@ -13,8 +13,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 from stageline.transport import wire
 from stageline.transport.protocol import Traffic
 
-ChannelKind: TypeAlias = Traffic | Literal["exchange"]
-"""What a channel carries: the messages of a traffic, or numbers that ranks exchange."""
+ChannelKind: TypeAlias = Traffic | Literal["exchange", "collective", "replica"]
+"""What a channel carries: the messages of a traffic, numbers that ranks exchange, or collectives of all ranks or of
+those of one replica."""
 
 T = TypeVar("T")
 Open: TypeAlias = Callable[[wire.Prefix, bytes], tuple[T, list[memoryview]]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from stageline.common.errors import TransportError
 from stageline.transport import wire
 from stageline.transport.clock_alignment import TRIPS, Alignment, Reading, aligned, clock_number, offset_of
-from stageline.transport.tcp.channels import Inbound
+from stageline.transport.tcp.channels import ChannelKind, Inbound
 from stageline.transport.tcp.links import Links
 from stageline.transport.tcp.outbox import Outbound, Outbox
 
@@ -41,11 +42,19 @@ class Exchange:
     >>> links.close()
     """
 
-    def __init__(self, links: Links, outbox: Outbox, ranks: Sequence[int], number: int = 0) -> None:
+    def __init__(
+        self,
+        links: Links,
+        outbox: Outbox,
+        ranks: Sequence[int],
+        number: int = 0,
+        kind: ChannelKind = "exchange",
+    ) -> None:
         """Between these ranks, of which this is one; `number` identifies the pipeline on shared connections."""
-        self._links, self._outbox = links, outbox
+        self._links, self._outbox, self._kind = links, outbox, kind
         self._ranks = list(ranks)
-        size, place = len(self._ranks), self._ranks.index(links.rank)
+        size = len(self._ranks)
+        self._place = place = self._ranks.index(links.rank)
         self._above = None if place == 0 else self._ranks[(place - 1) // FAN]
         below = range(FAN * place + 1, min(FAN * place + FAN, size - 1) + 1)
         self._below = [(self._ranks[child], len(_subtree(child, size))) for child in below]
@@ -70,6 +79,38 @@ class Exchange:
         for child, _ in self._below:
             self._send(child, known)
         return known
+
+    def reduce(self, values: NDArray[np.float64], check: Callable[[], None]) -> NDArray[np.float64]:
+        """The sum of the arrays of all ranks, with the same bits on all of them; `check` is as in `gather`."""
+        self._rounds += TURNS
+        total = np.array(values, dtype=np.float64).reshape(-1)
+        for child, _ in self._below:
+            total = total + self._receive(child, total.size, check)
+        if self._above is not None:
+            self._send(self._above, total)
+            total = self._receive(self._above, total.size, check)
+        for child, _ in self._below:
+            self._send(child, total)
+        return total.reshape(np.shape(values))
+
+    def broadcast(self, data: NDArray[np.uint8] | None, source: int, check: Callable[[], None]) -> NDArray[np.uint8]:
+        """The bytes of the rank at a place of the tree: they go up to its root, and from there down to all others."""
+        self._rounds += TURNS
+        path = [source]
+        while path[-1]:
+            path.append((path[-1] - 1) // FAN)
+        if self._place not in path:
+            assert self._above is not None
+            data = self._receive_bytes(self._above, check)
+        elif self._place != source:
+            data = self._receive_bytes(self._ranks[path[path.index(self._place) - 1]], check)
+        assert data is not None
+        if self._above is not None and self._place in path:
+            self._send(self._above, data)
+        for child, _ in self._below:
+            if self._ranks.index(child) not in path:
+                self._send(child, data)
+        return data
 
     def align(self, check: Callable[[], None]) -> Alignment:
         """Measure the offsets between the clocks of all ranks, which all call this; `check` is as in `gather`."""
@@ -96,34 +137,38 @@ class Exchange:
             readings.append(Reading(offset + step.offset, uncertainty + step.uncertainty))
         return min(readings, key=lambda reading: reading.uncertainty)
 
-    def _send(self, target: int, rows: NDArray[np.float64]) -> None:
-        head = wire.write_head(self._rounds, b"-", rows.nbytes)
-        pieces = [memoryview(head), memoryview(rows.tobytes())]
+    def _send(self, target: int, data: NDArray[Any]) -> None:
+        head = wire.write_head(self._rounds, b"-", data.nbytes)
+        pieces = [memoryview(head), *([memoryview(data.tobytes())] if data.nbytes else [])]
         if target not in self._outbound:
-            self._outbound[target] = self._links.outbound(target, "exchange")
+            self._outbound[target] = self._links.outbound(target, self._kind)
         self._outbox.send(self._outbound[target], pieces)
 
     def _receive(self, source: int, count: int, check: Callable[[], None]) -> NDArray[np.float64]:
+        data = self._receive_bytes(source, check)
+        if len(data) != 8 * count:
+            raise TransportError(
+                f"rank {source} sent {len(data) / 8:g} numbers at the end of a step and rank {self._links.rank} "
+                f"expects {count}: one of them evaluates while the other trains, or they run different schedules"
+            )
+        return data.view(np.float64)
+
+    def _receive_bytes(self, source: int, check: Callable[[], None]) -> NDArray[np.uint8]:
         if source not in self._inbound:
-            self._inbound[source] = self._links.inbound(source, "exchange")
+            self._inbound[source] = self._links.inbound(source, self._kind)
         inbound = self._inbound[source]
 
-        def open_it(prefix: wire.Prefix, text: bytes) -> tuple[NDArray[np.float64], list[memoryview]]:
-            if prefix.turn != self._rounds or prefix.payload % 8:
+        def open_it(prefix: wire.Prefix, text: bytes) -> tuple[NDArray[np.uint8], list[memoryview]]:
+            if prefix.turn != self._rounds:
                 raise TransportError(f"rank {source}: {other_turn(prefix.turn, self._rounds)}")
-            room = np.empty(prefix.payload // 8)
-            return room, [memoryview(room).cast("B")]  # type: ignore[arg-type]
+            room = np.empty(prefix.payload, dtype=np.uint8)
+            return room, [memoryview(room)] if len(room) else []  # type: ignore[arg-type]
 
-        while (rows := inbound.take(open_it, time.monotonic() + CHECK_EVERY)) is None:
+        while (data := inbound.take(open_it, time.monotonic() + CHECK_EVERY)) is None:
             if not inbound.connected:
                 self._links.connect(inbound, CHECK_EVERY, wakeful=False)
             check()
-        if len(rows) != count:
-            raise TransportError(
-                f"rank {source} sent {len(rows)} numbers at the end of a step and rank {self._links.rank} expects "
-                f"{count}: one of them evaluates while the other trains, or they run different schedules"
-            )
-        return rows
+        return data
 
 
 def _subtree(place: int, size: int) -> list[int]:

@@ -1,17 +1,12 @@
 """The connections between the processes of a job: one for each sender, receiver and kind of channel, made when needed.
 
-Every process listens on one port; a sender connects to it and says hello. The thread that waits for a message reads it
-straight from the socket, so a message wakes one thread of the receiver and no other. `wake` ends all waits early, from
-any thread.
+Every process listens on one port; a sender connects to it, and both prove that they know the secret of the job
+(`common/handshake.py`). The thread that waits for a message reads it straight from the socket, so a message wakes one
+thread of the receiver and no other. `wake` ends all waits early, from any thread.
 
 A thread, the keeper, accepts connections and watches those of this sender; it sleeps while nothing happens to them. A
 connection that breaks is opened again by its sender (`repair.py`). A receiver that notices it first calls the sender:
-it says hello on another connection, with the number of the channel that is to be opened again.
-
-Both ends prove that they know the secret of the job (`common/trust.py`), and a sender need not wait for an answer: a
-listener publishes its address with a nonce and a proof of both, and a hello proves the sender, the kind of its channel,
-that address and nonce, and a nonce of its own. So nobody else can stand in for a rank, and a hello serves at one
-listener, once.
+it opens a connection that says which channel is to be opened again.
 """
 
 from __future__ import annotations
@@ -22,7 +17,6 @@ import os
 import secrets
 import select
 import socket
-import struct
 import threading
 import time
 import weakref
@@ -32,26 +26,23 @@ from typing import Any
 
 import torch.distributed as dist
 
-from stageline.common.errors import TransportError
+from stageline.common.errors import TransportError, TrustError
+from stageline.common.handshake import PATIENCE, Facts, Reception, open_connection
 from stageline.common.ports import listen
-from stageline.common.trust import Sharing, new_nonce, one_machine, proof, proves
+from stageline.common.trust import Sharing, one_machine, proof, proves
 from stageline.transport._torch_private import default_store
 from stageline.transport.tcp.channels import ChannelKind, Inbound
 from stageline.transport.tcp.outbox import Outbound
 from stageline.transport.tcp.repair import start_repair
 
-KINDS: tuple[ChannelKind, ...] = ("forward", "backward", "exchange")
+KINDS: tuple[ChannelKind, ...] = ("forward", "backward", "exchange", "collective", "replica")
 CONNECT = 30.0
-"""Seconds in which another living process accepts a connection."""
+"""Seconds in which another living process accepts a connection; fewer if the deadline is shorter."""
 STRANGERS = 64
-"""How many connections that have not said hello are kept, beside those of the ranks."""
-PATIENCE = 5.0
-"""Seconds in which a stranger must say hello."""
+"""How many connections that have not proved to be of a rank are kept, beside those of the ranks."""
 CALL_EVERY = 1.0
 """Seconds between two calls to the sender of a connection that broke."""
 HUNG_UP = getattr(select, "POLLRDHUP", select.POLLHUP)
-_HELLO = struct.Struct("<8s32s64sii")
-_MAGIC = b"stagelin"
 
 _open: weakref.WeakSet[Links] = weakref.WeakSet()
 """What a forked child must close."""
@@ -76,8 +67,8 @@ class Links:
         except OSError as error:
             raise TransportError(f"rank {rank} cannot listen at {host}: {error}") from error
         self._listener.setblocking(False)
-        self.address = f"{host}|{self._listener.getsockname()[1]}|{new_nonce()}"
-        """Host, port, and what this listener wants to see in every hello."""
+        self.address = f"{host}|{self._listener.getsockname()[1]}"
+        """Host and port."""
         self._bell, self.alarm = socket.socketpair()
         self._bell.setblocking(False)
         self.alarm.setblocking(False)
@@ -89,11 +80,10 @@ class Links:
         """Seconds in which a connection that broke must be opened again."""
         self.ended = False
         """Whether the connections have ended on purpose."""
-        self._strangers: dict[socket.socket, tuple[bytes, float]] = {}
+        self._strangers: dict[socket.socket, Reception] = {}
+        """Connections that have not proved to be of a rank, the oldest first."""
         self._in: dict[tuple[int, ChannelKind], Inbound] = {}
         self._out: dict[tuple[int, ChannelKind], Outbound] = {}
-        self._nonces: set[bytes] = set()
-        """Those of the hellos that were accepted."""
         self._changed = threading.Condition()
         self._caller, self._ear = socket.socketpair()
         """To wake the keeper."""
@@ -153,34 +143,31 @@ class Links:
         """The sending end of a channel; connects it if needed."""
         key = (target, kind)
         if key not in self._out:
-            host = self._addresses[target].rsplit("|", 2)[0]
+            host, port = self._addresses[target].rsplit("|", 1)
             try:
                 link = self.dial(target, kind)
             except OSError as error:
-                raise TransportError(f"rank {self.rank} cannot connect to rank {target} at {host}: {error}") from error
+                raise TransportError(
+                    f"rank {self.rank} cannot connect to rank {target} at {host}, port {port}: {error}"
+                ) from error
             find = weakref.ref(self)
             self._out[key] = Outbound(target, kind, link, lambda outbound: start_repair(outbound, find))
             self.wake_keeper()
         return self._out[key]
 
     def dial(self, target: int, kind: ChannelKind, *, call: bool = False) -> socket.socket:
-        """Connect to a rank, and say hello; `call` asks it to open its own channel to this rank again."""
-        host, port, _ = self._addresses[target].rsplit("|", 2)
-        link = socket.create_connection((host, int(port)), timeout=CONNECT)
+        """Open a connection to a rank; `call` asks it to open its own channel to this rank again. Raises OSError."""
+        host, port = self._addresses[target].rsplit("|", 1)
+        facts = {"source": self.rank, "target": target, "kind": kind, "call": call}
+        timeout = CALL_EVERY if call else max(1.0, min(CONNECT, self.deadline))
         try:
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            link.sendall(self._hello(target, KINDS.index(kind) + (len(KINDS) if call else 0)))
-            link.setblocking(False)
-        except BaseException:
-            link.close()
-            raise
-        return link
+            return open_connection(host, int(port), self._token, facts, timeout=timeout, alarm=self.alarm).link
+        except TrustError as error:
+            raise ConnectionAbortedError(str(error)) from error
 
-    def _hello(self, target: int, number: int) -> bytes:
-        nonce = new_nonce()
-        claim = proof(self._token, "sender", self.rank, target, number, self._addresses[target], nonce)
-        return _HELLO.pack(_MAGIC, nonce.encode(), claim.encode(), self.rank, number)
+    def host_of(self, rank: int) -> str:
+        """The address of the machine of a rank."""
+        return self._addresses[rank].rpartition("|")[0]
 
     def connect(self, inbound: Inbound, timeout: float, *, wakeful: bool = True) -> None:
         """Wait for the sender of a channel to connect; returns early after an alarm.
@@ -243,16 +230,16 @@ class Links:
         return watched
 
     def accept(self) -> None:
-        """Accept connections and read their hellos."""
+        """Accept connections, and let those that are not yet of a rank prove it."""
         now = time.monotonic()
-        for link, (_, since) in list(self._strangers.items()):
-            self._listen(link)
-            if link in self._strangers and now - since > PATIENCE:
+        for link, reception in list(self._strangers.items()):
+            self._proceed(link)
+            if link in self._strangers and now - reception.since > PATIENCE:
                 self._dismiss(link)
         while not self.ended and (call := self._take_call()) is not None:
-            call.setblocking(False)
-            self._strangers[call] = (b"", now)
-            self._listen(call)  # a rank says hello at once, so it is no stranger when the next one connects
+            reception = Reception(call, self._token, self._admit)
+            self._strangers[reception.link] = reception
+            self._proceed(reception.link)
 
     def _take_call(self) -> socket.socket | None:
         """The next connection; None if there is none. The oldest strangers go before the table is full."""
@@ -272,41 +259,34 @@ class Links:
         del self._strangers[link]
         link.close()
 
-    def _listen(self, link: socket.socket) -> None:
-        """Read the hello of a stranger; one that proves to be a rank gets its channel, any other is closed."""
-        hello, since = self._strangers[link]
+    def _proceed(self, link: socket.socket) -> None:
+        """Go on with the handshake of a stranger; one that proves to be a rank gets its channel, others are closed."""
         try:
-            more = link.recv(_HELLO.size - len(hello))
-        except BlockingIOError:
-            return
-        except OSError:
-            more = b""
-        hello += more
-        if more and len(hello) < _HELLO.size:
-            self._strangers[link] = (hello, since)
-        elif more and self._welcome(link, hello):
-            del self._strangers[link]
-        else:
+            session = self._strangers[link].proceed()
+        except (OSError, TrustError, ValueError, TypeError, AttributeError):
             self._dismiss(link)
+            return
+        if session is None:
+            return
+        if session.facts["call"]:
+            self._dismiss(link)
+        else:
+            del self._strangers[link]
+            self._use(link, self.inbound(session.facts["source"], session.facts["kind"]))
 
-    def _welcome(self, link: socket.socket, hello: bytes) -> bool:
-        magic, nonce, claim, source, number = _HELLO.unpack(hello)
-        if magic != _MAGIC or not 0 <= source < self.ranks or not 0 <= number < 2 * len(KINDS):
-            return False
-        facts = ("sender", source, self.rank, number, self.address, nonce.decode(errors="replace"))
-        if not self._token or not proves(claim.decode(errors="replace"), self._token, *facts):
-            return False
-        if nonce in self._nonces:
-            return False
-        self._nonces.add(nonce)
-        kind = KINDS[number % len(KINDS)]
-        if number >= len(KINDS):
+    def _admit(self, facts: Facts) -> Facts:
+        """Whether this rank expects what someone who knows the secret asks for; raise `TrustError` if not."""
+        source, kind = int(facts["source"]), facts["kind"]
+        if facts["target"] != self.rank or not 0 <= source < self.ranks or kind not in KINDS:
+            raise TrustError(f"rank {self.rank} expects no such connection")
+        if facts["call"]:
             called = self._out.get((source, kind))
             if called is not None and called.age > CALL_EVERY / 2:  # it may not have seen a new one yet
                 called.lose("its receiver lost the connection")
-            return False
-        inbound = self.inbound(source, kind)
-        link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        return {}
+
+    def _use(self, link: socket.socket, inbound: Inbound) -> None:
+        """Offer a connection to the thread that reads; one that broke, or is broken now, is replaced."""
         with self._changed:
             if inbound.offered is not None:
                 inbound.offered.close()
@@ -315,7 +295,6 @@ class Links:
         if old is not None:  # the thread that reads from it takes the new one then
             with contextlib.suppress(OSError):
                 old.shutdown(socket.SHUT_RDWR)
-        return True
 
     def hang_up(self) -> None:
         """Shut down all connections, which ends all waits on them at both ends, and accept no others."""
