@@ -739,6 +739,19 @@ def test_a_rank_that_names_its_cause_is_blamed_if_the_cause_reports_nothing() ->
     assert blamed(rules) == (0, "raised"), "rank 2 cannot say so itself"
 
 
+def test_both_ends_of_a_connection_that_broke_are_named() -> None:
+    """As when one of gloo or NCCL is reset, and both processes live."""
+    rules = joined_rules()
+    for rank in (1, 2):
+        rules.failed(rank, {"text": "TransportError: rank lost another rank", "secondary": True, "round": 1}, 101.0)
+    for rank in range(4):
+        rules.beat(rank, "F", None, 1, 101.2)
+    rules.tick(102.0)
+    assert rules.verdict is not None
+    sentence = str(Verdict.from_json(rules.verdict))
+    assert sentence.startswith("rank 1 failed in F: TransportError: rank lost another rank; at the same time, rank 2 ")
+
+
 def test_the_first_primary_cause_wins_whatever_follows() -> None:
     chance = random.Random(0)
     for _ in range(300):

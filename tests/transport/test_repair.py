@@ -176,6 +176,6 @@ def disturbed(rank: int) -> tuple[list[float], int]:
 
 
 def test_a_pipeline_whose_connections_are_reset_computes_the_same_bits() -> None:
-    results = run_ranks(disturbed, 3)
+    results = run_ranks(disturbed, 3, timeout=200.0)
     assert all(losses == results[0][0] for losses, _ in results)
     assert sum(resets for _, resets in results) > 10, "nothing was disturbed"

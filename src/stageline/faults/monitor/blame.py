@@ -8,6 +8,7 @@ the caller passes the time. The monitor process imports this module, so it uses 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 GRACE = 0.4
@@ -216,7 +217,8 @@ class BlameRules:
             if silent is not None and silent.rank != rank and now - silent.heard > silence:
                 self._blame_silent(silent, here, now)  # the likelier cause of a transport error
             elif self._all_alive(here):
-                self._blame_exception(rank, report, now)
+                same = {other for _, other, known in self._echoes if known.get("origin") is None} - {rank}
+                self._blame_exception(rank, report, now, also=sorted(same))
 
     @property
     def _reconnect(self) -> float:
@@ -281,13 +283,13 @@ class BlameRules:
             return False
         return bool(self.verdict["final"]) or (round is not None and round <= self.verdict["round"])
 
-    def _blame_exception(self, rank: int, report: dict[str, Any], now: float) -> None:
+    def _blame_exception(self, rank: int, report: dict[str, Any], now: float, also: Sequence[int] = ()) -> None:
         action = {key: report.get(key) for key in ("action", "stage", "microbatch")}
         texts = {key: str(report.get(key) or "") for key in ("text", "traceback")}
         state = self.ranks[rank]
         state.doing = str(report.get("doing") or state.doing)
         final, round = bool(report.get("final")), int(report.get("round", 0))
-        self._settle(rank, "raised", now, final=final, round=round, **texts, **action)
+        self._settle(rank, "raised", now, final=final, round=round, also=list(also), **texts, **action)
 
     def _settle(self, rank: int, kind: str, now: float, **details: Any) -> None:
         state = self.ranks[rank]

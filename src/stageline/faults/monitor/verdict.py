@@ -135,6 +135,8 @@ class Verdict:
     """The machine of which no rank was heard any more; empty if some was."""
     lost: tuple[int, ...] = ()
     """The ranks on that machine."""
+    also: tuple[int, ...] = ()
+    """The ranks that reported a lost connection at the same time, if no rank is known to have caused it."""
 
     @property
     def explained(self) -> bool:
@@ -164,11 +166,13 @@ class Verdict:
                     f"{while_where}{machine}{'; ' + waits if waits else ''}"
                 )
             case "raised":
-                return f"{who} failed{where and f' {where}'}: {self.text}"
+                others = _first_eight([f"rank {rank}" for rank in self.also])
+                also = others and f"; at the same time, {others} lost a connection, too: perhaps the one between them"
+                return f"{who} failed{where and f' {where}'}: {self.text}{also}"
             case "absent":
                 absent = [rank.rank for rank in self.ranks if rank.state == "absent"]
-                others = [str(rank) for rank in absent if rank != self.culprit]
-                also = f" (nor did rank{'s' if len(others) > 1 else ''} {_first_eight(others)})" if others else ""
+                missing = [str(rank) for rank in absent if rank != self.culprit]
+                also = f" (nor did rank{'s' if len(missing) > 1 else ''} {_first_eight(missing)})" if missing else ""
                 return f"{who} never started: it did not connect within {self.deadline:g} s{also}"
             case "left":
                 waiter = "" if self.waiter is None else f" while rank {self.waiter} waits for it"
