@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -181,3 +183,29 @@ def test_kinds_differ_in_brightness_and_words_can_be_read() -> None:
     for look in LOOKS.values():
         assert contrast(look.fill, look.ink) >= 4.5
         assert contrast(look.pale, "#000000") >= 4.5
+
+
+def test_ranks_on_several_machines_are_grouped_by_machine(tmp_path: Path) -> None:
+    step = sl.simulate(sl.schedule("1f1b", ranks=3, microbatches=2), sl.Costs(transfer=0.25))
+    step = replace(step, hosts=("10.0.0.1", "10.0.0.2", "10.0.0.1"), uncertainty=0.004)
+    lines = draw.text(step, 60).splitlines()
+    assert [line.split()[:2] for line in lines[:5]] == [
+        ["on", "10.0.0.1:"],
+        ["rank", "0"],
+        ["rank", "2"],
+        ["on", "10.0.0.2:"],
+        ["rank", "1"],
+    ]
+    assert "clocks of the ranks agree within 0.004" in lines
+    events = json.loads(draw.trace(step))["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert list(names.values()) == ["stageline 1f1b on 10.0.0.1", "stageline 1f1b on 10.0.0.2"]
+    assert {names[event["pid"]][-8:] for event in events if event["ph"] == "X" and event["tid"] == 1} == {"10.0.0.2"}
+    labels = {event["args"]["labels"] for event in events if event["name"] == "process_labels"}
+    assert labels == {"clocks agree within 0.004 ms"}
+    assert ">10.0.0.2</text>" in draw.svg(step)
+    assert '"hosts":["10.0.0.1","10.0.0.2","10.0.0.1"]' in draw.html(step)
+    step.write(tmp_path / "step.json")
+    assert sl.read_timeline(tmp_path / "step.json").hosts == step.hosts
+    assert set(step.transfer_times.values()) == {0.25}
+    assert step.figures()["hosts"] == list(step.hosts)

@@ -13,7 +13,7 @@ from stageline.cli.output import MAX_RANKS, add_ranks, console, print_charts, pr
 from stageline.timeline import draw
 from stageline.timeline.draw.palette import number
 from stageline.timeline.draw.terminal import shown_utilisation
-from stageline.timeline.explain import MEANINGS, Explanation, Parts, explain, typical_costs
+from stageline.timeline.explain import MEANINGS, Explanation, Parts, explain, slowest_transfers, typical_costs
 from stageline.timeline.io import read_timeline
 from stageline.timeline.simulate import simulate
 from stageline.timeline.timeline import NOT_ALIGNED, Timeline, shown_bubble
@@ -89,6 +89,9 @@ def _explain(out: Console, explanation: Explanation) -> None:
     if measured.uncertainty:
         off, bubble = shown(measured.uncertainty), shown_bubble(measured)
         out.print(f"clocks: times of different ranks are aligned to ± {off}; measured bubble {bubble}")
+    transfers = slowest_transfers(measured, shown)
+    if transfers:
+        out.print(f"messages: {transfers}")
     out.print()
     out.print(_rank_table(explanation))
     out.print()

@@ -374,13 +374,14 @@ class Measured:
     def timeline(self) -> Timeline:
         """The timeline."""
         if self._timeline is None:
-            uncertainty = None if self._clocks is None else self._clocks.uncertainty(self._moment)
-            self._timeline = timeline_of(self._schedule, self._times().reshape(3, -1), uncertainty)
+            clocks = self._clocks
+            uncertainty, hosts = (None, ()) if clocks is None else (clocks.uncertainty(self._moment), clocks.hosts)
+            self._timeline = timeline_of(self._schedule, self._times().reshape(3, -1), uncertainty, hosts)
             self._times = lambda: np.zeros(0)  # release what they were read from
         return self._timeline
 
 
-def timeline_of(schedule: Schedule, times: Floats, uncertainty: float | None) -> Timeline:
+def timeline_of(schedule: Schedule, times: Floats, uncertainty: float | None, hosts: tuple[str, ...] = ()) -> Timeline:
     """A measured timeline from starts, ends and arrivals of actions and shard actions; and the clocks' uncertainty."""
     times = times - times[0].min()
     (start, end, came), shards = times[:, : schedule.num_actions], times[:2, schedule.num_actions :]
@@ -394,7 +395,13 @@ def timeline_of(schedule: Schedule, times: Floats, uncertainty: float | None) ->
     moved = Transfers(receivers, sent, arrived)
     shard_times = None if schedule.sharding is None else ShardTimes(shards[0], np.maximum(shards[1], shards[0]))
     return Timeline(
-        schedule=schedule, start=start, end=end, transfers=moved, uncertainty=uncertainty, shards=shard_times
+        schedule=schedule,
+        start=start,
+        end=end,
+        transfers=moved,
+        uncertainty=uncertainty,
+        shards=shard_times,
+        hosts=hosts,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -235,7 +236,8 @@ def typical_costs(timeline: Timeline) -> Costs:
     """Return the costs of a measured step: the median time of each kind of action on each stage, and of a transfer.
 
     The time of a transfer is known only if the receiver was waiting before the message was sent. If there is none of
-    these, or the clocks of the ranks were not aligned, transfers cost nothing.
+    these, or the clocks of the ranks were not aligned, transfers cost nothing. If the ranks are on several machines,
+    there is a time for each pair of ranks.
 
     >>> import stageline as sl
     >>> s = sl.schedule("zb-h1", ranks=2, microbatches=4)
@@ -273,7 +275,34 @@ def typical_costs(timeline: Timeline) -> Costs:
     )
 
 
-def _typical_transfer(timeline: Timeline) -> float:
+def slowest_transfers(timeline: Timeline, shown: Callable[[float], str], most: int = 8) -> str:
+    """Return the pairs of ranks with the slowest messages, as text; empty if the ranks are on one machine.
+
+    >>> import stageline as sl
+    >>> from dataclasses import replace
+    >>> t = sl.simulate(sl.schedule("1f1b", ranks=2, microbatches=2), sl.Costs(transfer=[[0, 0.5], [0.25, 0]]))
+    >>> slowest_transfers(replace(t, hosts=("a", "b")), "{:g}".format)
+    'rank 0 to 1: 0.5, rank 1 to 0: 0.25'
+    """
+    if not timeline.ranks_by_host:
+        return ""
+    times = sorted(timeline.transfer_times.items(), key=lambda entry: -entry[1])
+    texts = [f"rank {source} to {target}: {shown(time)}" for (source, target), time in times[:most]]
+    return ", ".join(texts) + (f", and {len(times) - most} faster pairs" if len(times) > most else "")
+
+
+def _typical_transfer(timeline: Timeline) -> float | list[list[float]]:
+    usual, ranks = _median_transfer(timeline), range(timeline.schedule.ranks)
+    if not timeline.ranks_by_host:
+        return usual
+    known = timeline.transfer_times
+    return [
+        [0.0 if source == target else min(LARGEST_COST, known.get((source, target), usual)) for target in ranks]
+        for source in ranks
+    ]
+
+
+def _median_transfer(timeline: Timeline) -> float:
     graph, moved = timeline.schedule.graph, timeline.transfers
     entry = moved.receivers if graph.pairs is None else graph.pairs.entry_of[moved.receivers]
     waited = waits_of(timeline).free[entry] <= moved.sent

@@ -58,6 +58,8 @@ def _lines(timeline: Timeline) -> Iterator[str]:
     costs = None if timeline.costs is None else timeline.costs.to_json()
     yield f'{{\n  "format": {json.dumps(FORMAT)},\n  "version": {VERSION},\n  "costs": {json.dumps(costs)},\n'
     yield f'  "uncertainty": {json.dumps(timeline.uncertainty)},\n'
+    if timeline.hosts:
+        yield f'  "hosts": {json.dumps(timeline.hosts)},\n'
     yield '  "schedule": '
     yield "".join(schedule_lines(schedule)).rstrip().replace("\n", "\n  ") + ",\n"
     cuts = np.searchsorted(moved.receivers, schedule.bounds)
@@ -94,7 +96,10 @@ def _timeline(data: Mapping[str, Any]) -> Timeline:
     if schedule.sharding is not None:
         per_rank = np.diff(schedule.sharding.bounds)
         shards = ShardTimes(*(_times(data, name, per_rank, "shard actions") for name in ("shard_start", "shard_end")))
-    timeline = Timeline(schedule, start, end, moved, costs, _uncertainty(data, schedule, start, moved), shards)
+    hosts = tuple(str(host) for host in (field(data, "hosts", list) if "hosts" in data else ()))
+    if hosts and len(hosts) != schedule.ranks:
+        raise JsonError(f"'hosts' has {len(hosts)} names for {schedule.ranks} ranks")
+    timeline = Timeline(schedule, start, end, moved, costs, _uncertainty(data, schedule, start, moved), shards, hosts)
     _check_order(schedule, timeline)
     return timeline
 

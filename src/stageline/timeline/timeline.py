@@ -15,7 +15,7 @@ from stageline.schedules.action import Action, ShardAction
 from stageline.schedules.dependencies import Ints
 from stageline.schedules.schedule import Schedule
 from stageline.timeline.costs import Costs, Floats
-from stageline.timeline.idle import Idle, idle_of
+from stageline.timeline.idle import Idle, idle_of, waits_of
 from stageline.timeline.memory import memory_of, peaks_of
 
 
@@ -94,6 +94,8 @@ class Timeline:
     was simulated; None if the clocks were not aligned, so that only times of one rank can be compared."""
     shards: ShardTimes | None = None
     """The times of shard actions, which run beside the actions; None if no stage is sharded."""
+    hosts: tuple[str, ...] = ()
+    """The machine of each rank of a measured step; empty if they are not known."""
 
     @property
     def is_aligned(self) -> bool:
@@ -208,6 +210,44 @@ class Timeline:
         """The peak memory of each rank, in the unit of the costs."""
         return peaks_of(self.schedule, self.costs or Costs())
 
+    @property
+    def ranks_by_host(self) -> dict[str, list[int]]:
+        """The ranks on each machine, if there are several machines; else empty.
+
+        >>> import stageline as sl
+        >>> from dataclasses import replace
+        >>> t = sl.simulate(sl.schedule("gpipe", ranks=3, microbatches=2))
+        >>> t.ranks_by_host, replace(t, hosts=("a", "b", "b")).ranks_by_host
+        ({}, {'a': [0], 'b': [1, 2]})
+        """
+        ranks: dict[str, list[int]] = {}
+        for rank, host in enumerate(self.hosts):
+            ranks.setdefault(host, []).append(rank)
+        return ranks if len(ranks) > 1 else {}
+
+    @cached_property
+    def transfer_times(self) -> dict[tuple[int, int], float]:
+        """The median time of a message for each pair of ranks (source, target) for which it is known.
+
+        It is known if the receiver was waiting before the message was sent, and if the clocks were aligned.
+
+        >>> import stageline as sl
+        >>> s = sl.schedule("1f1b", ranks=2, microbatches=2)
+        >>> sl.simulate(s, sl.Costs(transfer=[[0, 0.5], [0.25, 0]])).transfer_times
+        {(0, 1): 0.5, (1, 0): 0.25}
+        """
+        graph, moved = self.schedule.graph, self.transfers
+        if not self.is_aligned:
+            return {}
+        entry = moved.receivers if graph.pairs is None else graph.pairs.entry_of[moved.receivers]
+        waited = waits_of(self).free[entry] <= moved.sent
+        took, receivers = (moved.arrived - moved.sent)[waited], moved.receivers[waited]
+        pairs = np.stack([graph.rank[graph.source[receivers]], graph.rank[receivers]], axis=1)
+        return {
+            (int(source), int(target)): float(np.median(took[(pairs == (source, target)).all(axis=1)]))
+            for source, target in np.unique(pairs, axis=0)
+        }
+
     def memory(self, rank: int) -> tuple[Floats, Floats]:
         """Return the times at which the memory of a rank changes, and the level from each of them on."""
         if not 0 <= rank < self.schedule.ranks:
@@ -294,10 +334,16 @@ class Timeline:
             "utilisation": self.utilisation,
             "imbalance": self.imbalance,
             "uncertainty": self.uncertainty,
+            **self._host_figures(),
             "peak_memory": list(self.peak_memory),
             "busy": list(self.busy),
             "idle": [idle._asdict() for idle in self.idle] if self.is_aligned else None,
         }
+
+    def _host_figures(self) -> dict[str, Any]:
+        """Return the machines of the ranks, and the times of messages between ranks, if there are several machines."""
+        times = [{"source": pair[0], "target": pair[1], "time": time} for pair, time in self.transfer_times.items()]
+        return {"hosts": list(self.hosts), "transfer_times": times} if self.ranks_by_host else {}
 
     def __repr__(self) -> str:
         if not self.is_aligned:

@@ -60,6 +60,8 @@ class Alignment:
     """For each rank, by how many seconds that may be wrong; 0 if the rank reads the same clock as the first."""
     moment: float
     """When this was measured, by the clock of this rank."""
+    hosts: tuple[str, ...] = ()
+    """The address of each rank's machine; empty if they are not known."""
 
     @property
     def exact(self) -> bool:
@@ -74,7 +76,7 @@ class Alignment:
         return float(round(first + second + 2 * DRIFT * max(0.0, now - self.moment), 12))
 
 
-def aligned(rows: NDArray[np.float64], moment: float) -> Alignment:
+def aligned(rows: NDArray[np.float64], moment: float, hosts: tuple[str, ...] = ()) -> Alignment:
     """The alignment by the rows of all ranks: offset, uncertainty, and a number of the clock they read.
 
     Ranks whose clock has the number of the first one's, and that measured no difference, read the same clock.
@@ -84,7 +86,7 @@ def aligned(rows: NDArray[np.float64], moment: float) -> Alignment:
         same = clock == rows[0, 2] and clock != 0.0 and abs(offset) <= uncertainty
         offsets.append(0.0 if same else offset)
         uncertainties.append(0.0 if same else uncertainty)
-    return Alignment(tuple(offsets), tuple(uncertainties), moment)
+    return Alignment(tuple(offsets), tuple(uncertainties), moment, hosts)
 
 
 def clock_number() -> float:

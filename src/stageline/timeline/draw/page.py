@@ -87,6 +87,7 @@ def _panel(timeline: Timeline, name: str, end_time: float) -> dict[str, Any]:
         "utilisation": timeline.utilisation,
         "imbalance": timeline.imbalance,
         "ranks": ranks,
+        "hosts": list(timeline.hosts) if timeline.ranks_by_host else None,
         "causes": [cause.replace("warmup", "warm-up") for cause in Idle._fields],
         "place": schedule.placement.table.tolist(),
         "direction": schedule.placement.direction.tolist() if schedule.placement.directions > 1 else None,

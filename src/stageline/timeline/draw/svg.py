@@ -98,7 +98,11 @@ def _panel(timeline: Timeline, title: str, top: int, scale: float) -> str:
     ]
     for rank in range(schedule.ranks):
         y = top + HEAD - 8 + rank * (ROW + GAP)
-        parts.append(f'<text x="{LEFT - 8}" y="{y + ROW - 8}" text-anchor="end">rank {rank}</text>')
+        host = timeline.hosts[rank] if timeline.ranks_by_host else ""
+        parts.append(f'<text x="{LEFT - 8}" y="{y + ROW - (13 if host else 8)}" text-anchor="end">rank {rank}</text>')
+        if host:
+            place = f'x="{LEFT - 8}" y="{y + ROW - 3}" text-anchor="end" font-size="8"'
+            parts.append(f'<text class="s" {place}>{escape(host[-14:])}</text>')
         parts.append(f'<rect x="{LEFT}" y="{y}" width="{timeline.makespan * scale:.2f}" height="{ROW}" fill="{IDLE}"/>')
     start = (timeline.start[boxes.first] - timeline.first_start) * scale + LEFT
     length = (timeline.end[boxes.first] - timeline.start[boxes.first]) * scale

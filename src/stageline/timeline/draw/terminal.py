@@ -39,10 +39,12 @@ def chart(
     """Return one line per rank. `until` is the time at the right edge, so that several charts can share one axis.
 
     Uppercase letters mark the first chunk of a rank, lowercase letters every second one. Above `most_ranks`, the ranks
-    in the middle are left out.
+    in the middle are left out. If the ranks are on several machines, they are grouped by machine, each below its name.
     """
     schedule = timeline.schedule
-    ranks = _visible_ranks(schedule.ranks, most_ranks)
+    order = [rank for group in timeline.ranks_by_host.values() for rank in group] or list(range(schedule.ranks))
+    ranks = [None if place is None else order[place] for place in _visible_ranks(schedule.ranks, most_ranks)]
+    first_of = {group[0]: host for host, group in timeline.ranks_by_host.items()}
     margin = len(f"rank {schedule.ranks - 1} ")
     columns = max(width, MIN_WIDTH) - margin
     boxes = boxes_of(schedule)
@@ -61,6 +63,8 @@ def chart(
         if rank is None:
             lines.append([Segment("…".rjust(margin - 1) + f"  ({schedule.ranks - len(ranks) + 1} ranks not shown)")])
             continue
+        if rank in first_of:
+            lines.append([Segment(f"on {first_of[rank]}:")])
         line = [Segment(f"rank {rank} ".rjust(margin))]
         lines.append(line)
         rank_boxes = np.flatnonzero(boxes.rank == rank)
@@ -194,11 +198,13 @@ def legend(timelines: Sequence[Timeline], width: int = 100) -> list[list[Segment
 def figures(timeline: Timeline) -> list[str]:
     """Return the lines below a chart: times, bubbles and memory."""
     peak = timeline.peak_memory
+    clocks = [f"clocks of the ranks agree within {number(timeline.uncertainty)}"] if timeline.uncertainty else []
     return [
         f"makespan {number(timeline.makespan)}  bubble {shown_bubble(timeline)}   first start to last end, all ranks",
         f"span     {number(timeline.span)}  bubble {timeline.span_bubble:.1%}   the longest of any one rank",
         f"utilisation {shown_utilisation(timeline)}",
         f"peak memory {summary(peak)}",
+        *clocks,
     ]
 
 

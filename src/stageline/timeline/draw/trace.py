@@ -14,7 +14,8 @@ from stageline.timeline.timeline import Timeline
 def trace(timelines: Timeline | Sequence[Timeline], unit: float = 1000.0, *, names: Sequence[str] | None = None) -> str:
     """Return the trace as JSON; `unit` is the number of microseconds per time unit of the timeline.
 
-    Each timeline becomes one process of the trace, with its first start at time 0. `names` are the process names.
+    Each timeline becomes one process of the trace, or one per machine if its ranks are on several, with its first start
+    at time 0. `names` are the process names. A label of the process says how well the clocks of the ranks agree.
 
     >>> import json, stageline as sl
     >>> events = json.loads(trace(sl.simulate(sl.schedule("gpipe", ranks=2, microbatches=1))))["traceEvents"]
@@ -23,31 +24,43 @@ def trace(timelines: Timeline | Sequence[Timeline], unit: float = 1000.0, *, nam
     """
     processes = [timelines] if isinstance(timelines, Timeline) else list(timelines)
     titles = [f"stageline {timeline.schedule.name}" for timeline in processes] if names is None else names
-    arrows = count()
+    arrows, numbers = count(), count()
     events = (
         event
-        for number, (timeline, name) in enumerate(zip(processes, titles, strict=True))
-        for event in _events(timeline, unit, number, name, arrows)
+        for timeline, name in zip(processes, titles, strict=True)
+        for event in _events(timeline, unit, numbers, name, arrows)
     )
     lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
     return f'{{"displayTimeUnit":"ms","traceEvents":[\n{lines}\n]}}\n'
 
 
 def _events(
-    timeline: Timeline, unit: float, process: int, name: str, arrows: Iterator[int]
+    timeline: Timeline, unit: float, numbers: Iterator[int], name: str, arrows: Iterator[int]
 ) -> Iterator[dict[str, Any]]:
     schedule = timeline.schedule
     timeline.require_one_clock("trace on one time axis")
     origin = timeline.first_start
-    yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
-    for rank in range(schedule.ranks):
+    process_of: dict[int, int] = {}
+    for host, ranks in (timeline.ranks_by_host or {"": list(range(schedule.ranks))}).items():
+        process = next(numbers)
+        process_of |= dict.fromkeys(ranks, process)
+        yield {
+            "ph": "M",
+            "pid": process,
+            "name": "process_name",
+            "args": {"name": f"{name} on {host}" if host else name},
+        }
+        if timeline.uncertainty:
+            label = f"clocks agree within {timeline.uncertainty * unit / 1e3:.3g} ms"
+            yield {"ph": "M", "pid": process, "name": "process_labels", "args": {"labels": label}}
+    for rank, process in sorted(process_of.items()):
         yield {"ph": "M", "pid": process, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}
     slices: dict[Any, tuple[float, float]] = {}
     for entry in timeline.actions():
         slices[entry.action] = ((entry.start - origin) * unit, (entry.end - entry.start) * unit)
         yield {
             "ph": "X",
-            "pid": process,
+            "pid": process_of[entry.rank],
             "tid": entry.rank,
             "name": str(entry.action),
             "cat": LOOKS[entry.action.kind].meaning,
@@ -59,11 +72,11 @@ def _events(
     for box in shard_boxes(timeline):
         if shards + box.rank not in slices:
             slices[shards + box.rank] = (0.0, 0.0)
-            name = f"shards of rank {box.rank}"
+            process, name = process_of[box.rank], f"shards of rank {box.rank}"
             yield {"ph": "M", "pid": process, "tid": shards + box.rank, "name": "thread_name", "args": {"name": name}}
         yield {
             "ph": "X",
-            "pid": process,
+            "pid": process_of[box.rank],
             "tid": shards + box.rank,
             "name": f"{box.letter} stage {box.stage}",
             "cat": SHARD_LOOKS[box.letter].meaning,
@@ -73,19 +86,21 @@ def _events(
         }
     for message in timeline.messages():
         arrow = f"{message.sender} to {message.receiver}"
-        common = {"pid": process, "cat": "transfer", "name": arrow, "id": next(arrows)}
+        common = {"cat": "transfer", "name": arrow, "id": next(arrows)}
         # Viewers attach an arrow to the slice that is open at its time, so it starts just before its sender ends and
         # ends just after its receiver starts; the true times of the message are in its arguments.
         sender, receiver = slices[message.sender], slices[message.receiver]
         transit = {"sent": (message.start - origin) * unit, "arrived": (message.end - origin) * unit}
-        yield {"ph": "s", "tid": message.source_rank, "ts": sender[0] + 0.99 * sender[1], "args": transit, **common}
-        yield {"ph": "f", "bp": "e", "tid": message.target_rank, "ts": receiver[0] + 0.01 * receiver[1], **common}
+        source, target = message.source_rank, message.target_rank
+        out, into = {"pid": process_of[source], "tid": source}, {"pid": process_of[target], "tid": target}
+        yield {"ph": "s", **out, "ts": sender[0] + 0.99 * sender[1], "args": transit, **common}
+        yield {"ph": "f", "bp": "e", **into, "ts": receiver[0] + 0.01 * receiver[1], **common}
     for rank in range(schedule.ranks):
         times, levels = timeline.memory(rank)
         for time, level in zip(times.tolist(), levels.tolist(), strict=True):
             yield {
                 "ph": "C",
-                "pid": process,
+                "pid": process_of[rank],
                 "name": f"memory of rank {rank}",
                 "ts": (time - origin) * unit,
                 "args": {"held": level},

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from html import escape
 
 from stageline.timeline import draw
-from stageline.timeline.explain import MEANINGS, Explanation, Parts, explain
+from stageline.timeline.explain import MEANINGS, Explanation, Parts, explain, slowest_transfers
 from stageline.timeline.timeline import Timeline
 from stageline.train.report.run import Run
 from stageline.train.run_folder import PLANNED, TIMELINES, timeline_file
@@ -34,6 +34,7 @@ def attribution(run: Run) -> str:
             "</div>",
             _table(rows, scale, unit),
             _slow(explanation, scale, unit),
+            _hosts(explanation.measured, scale, unit),
         ]
     )
 
@@ -103,6 +104,15 @@ def _table(rows: list[tuple[str, Parts | None]], scale: float, unit: str) -> str
         f"<tbody>{''.join(body)}</tbody></table></div>"
         f"<details><summary>what the parts mean</summary><dl>{meanings}</dl></details>"
     )
+
+
+def _hosts(measured: Timeline, scale: float, unit: str) -> str:
+    """Return how long messages take and how well the clocks agree, if the ranks are on several machines."""
+    if not measured.ranks_by_host:
+        return ""
+    transfers = slowest_transfers(measured, lambda time: f"{_short(time * scale)}{unit}")
+    clocks = f"The clocks of the ranks agree within {_short((measured.uncertainty or 0.0) * scale)}{unit}."
+    return f"<p>The ranks are on {len(measured.ranks_by_host)} machines. Messages, {escape(transfers)}. {clocks}</p>"
 
 
 def _slow(explanation: Explanation, scale: float, unit: str) -> str:

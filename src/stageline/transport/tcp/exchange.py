@@ -124,7 +124,8 @@ class Exchange:
                 received = time.perf_counter()
                 self._send(child, np.array([*mine, received, time.perf_counter()]))
         row = np.array([*mine, clock_number()])
-        return aligned(self.gather(row, check), time.perf_counter())
+        hosts = tuple(self._links.host_of(rank) for rank in self._ranks)
+        return aligned(self.gather(row, check), time.perf_counter(), hosts)
 
     def _ask(self, above: int, check: Callable[[], None]) -> Reading:
         """The offset to the clock of the first rank, through the rank above."""

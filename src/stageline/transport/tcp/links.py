@@ -131,6 +131,10 @@ class Links:
                 target=_keep, args=(weakref.ref(self), self._ear), name="stageline keeper", daemon=True
             ).start()
 
+    def host_of(self, rank: int) -> str:
+        """The address of a rank's machine."""
+        return self._addresses[rank].rsplit("|", 2)[0] if self._addresses else ""
+
     def inbound(self, source: int, kind: ChannelKind) -> Inbound:
         """The receiving end of a channel, connected or not."""
         with self._changed:
