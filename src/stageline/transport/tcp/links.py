@@ -131,10 +131,6 @@ class Links:
                 target=_keep, args=(weakref.ref(self), self._ear), name="stageline keeper", daemon=True
             ).start()
 
-    def host_of(self, rank: int) -> str:
-        """The address of a rank's machine."""
-        return self._addresses[rank].rsplit("|", 2)[0] if self._addresses else ""
-
     def inbound(self, source: int, kind: ChannelKind) -> Inbound:
         """The receiving end of a channel, connected or not."""
         with self._changed:
@@ -171,7 +167,7 @@ class Links:
 
     def host_of(self, rank: int) -> str:
         """The address of the machine of a rank."""
-        return self._addresses[rank].rpartition("|")[0]
+        return self._addresses[rank].rpartition("|")[0] if self._addresses else ""
 
     def connect(self, inbound: Inbound, timeout: float, *, wakeful: bool = True) -> None:
         """Wait for the sender of a channel to connect; returns early after an alarm.
