@@ -48,7 +48,6 @@ class Ranks:
         now = time.monotonic()
         for rank, connection in enumerate(self.connections):
             self.selector.register(connection.socket, selectors.EVENT_READ, rank)
-            self._note(rank, connection.received_early(), "all")
         self._due = [now + self.interval * rank / ranks for rank in range(ranks)]
 
     def run(self, seconds: float, until: str = "") -> None:

@@ -113,7 +113,7 @@ def test_a_secret_of_the_launcher_keeps_the_store_blind(monkeypatch: pytest.Monk
     wrong = "rank 1 does not have the secret of rank 0: set STAGELINE_SECRET or STAGELINE_SECRET_FILE to the same"
     with pytest.raises(TrustError, match=wrong):  # of another key
         Sharing(store, "control", 1, here=False)("")
-    (tmp_path / "secret").write_text("another secret of this job\n")
+    (tmp_path / "secret").write_text("it has another secret of this job\n")
     monkeypatch.setenv("STAGELINE_SECRET_FILE", str(tmp_path / "secret"))
     with pytest.raises(TrustError, match=wrong):
         Sharing(store, "links", 1, here=False)("")
@@ -159,7 +159,7 @@ def train_beside_a_stranger(rank: int) -> int:
         for word in words:
             for kind in ("forward", "exchange", "collective"):
                 facts = {"source": 1 - target, "target": target, "kind": kind, "call": False}
-                with pytest.raises(TrustError, match="another secret"):
+                with pytest.raises(TrustError, match="it has another secret"):
                     open_connection(host, int(port), word, facts, timeout=60.0)
             knock((host, int(port)), word.encode())
     assert watch.control._channel is not None

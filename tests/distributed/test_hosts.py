@@ -236,6 +236,7 @@ def test_hosts_with_different_secrets_do_not_meet(two_hosts: Network, fork_serve
     variables = {"STAGELINE_SECRET_FILE": str(two_hosts.shared_path / "secret")}
     outputs = run(two_hosts, fork_server, 6.0, environment=variables)
     assert "TrustError: rank 1 does not have the secret of rank 0: set STAGELINE_SECRET" in outputs[1]
+    assert "PipelineError: rank 1 does not have the secret of rank 0: set STAGELINE_SECRET" in outputs[0]
     (two_hosts.hosts[1].folder / "secret").write_text(SECRET)
     outputs = run(two_hosts, fork_server, 30.0, environment=variables)
     assert all("done at" in output and "trust whoever" not in output for output in outputs)

@@ -129,7 +129,9 @@ def test_a_stranger_is_not_heard(links: tuple[Links, Links], other: dict[str, An
     strangers[1].close()
     host, port = links[1].address.split("|")
     facts = {"source": 0, "target": 1, "kind": "forward", "call": False, **other}
-    with pytest.raises(TrustError, match="another secret" if "secret" in other else "expects no such connection"):
+    with pytest.raises(
+        TrustError, match="it has another secret" if "secret" in other else "expects no such connection"
+    ):
         open_connection(host, int(port), str(facts.pop("secret", TOKEN)), facts, timeout=20.0)
     assert received(links) == [0.0] * 3
     for stranger in strangers:
@@ -255,7 +257,7 @@ def test_a_recorded_handshake_is_useless(links: tuple[Links, Links]) -> None:
     with call(links[1]) as replayed:
         assert b"challenge" in replayed.recv(1000)
         replayed.sendall(said[0])
-        assert b"another secret" in replayed.recv(1000)
+        assert b"it has another secret" in replayed.recv(1000)
     assert not links[1].inbound(0, "forward").connected
 
 

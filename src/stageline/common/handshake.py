@@ -90,7 +90,7 @@ def open_connection(
         _until_done(lambda: link.send(_frame(hello)), link, select.POLLOUT, limit)  # short, so it is sent whole
         welcome = _receive(link, limit)
         if "refused" in welcome:
-            raise TrustError(shorten(str(welcome["refused"]), 400))
+            raise TrustError(f"it refused this rank: {shorten(str(welcome['refused']), 400)}")
         answer = str(welcome.get("answer"))
         if not proves(welcome.get("proof"), secret, "acceptor", *said, answer):
             raise TrustError("it does not know the secret of this job")
@@ -161,10 +161,10 @@ class Reception:
     def _answer(self, hello: dict[str, Any]) -> None:
         version, text, nonce = (str(hello.get(name)) for name in ("version", "facts", "nonce"))
         if version != __version__:
-            self._refuse(f"it runs stageline {__version__}, and this rank runs {shorten(version, 20)}")
+            self._refuse(f"stageline {__version__} runs there, and {shorten(version, 20)} here")
         said = (version, text, self._challenge, nonce)
         if not proves(hello.get("proof"), self._secret, "opener", *said):
-            self._refuse("it does not trust this rank, which has another secret")
+            self._refuse("it has another secret")
         facts = json.loads(text)
         try:
             answer = json.dumps(self._admit(facts))

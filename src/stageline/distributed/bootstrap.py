@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from stageline.common.addresses import route_to
-from stageline.common.errors import ControlError, PipelineError, StagelineError, TransportError, shorten
+from stageline.common.errors import ControlError, PipelineError, StagelineError, TransportError, TrustError
 from stageline.common.ports import check_ports
 from stageline.common.trust import one_machine
 from stageline.distributed import attempts
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 LAZY = "TORCH_GLOO_LAZY_INIT"
 CURE = "let the hosts of the job connect to each other, at least on the ports of STAGELINE_PORTS and on MASTER_PORT"
 _UNREACHED = "stageline/unreached/{}/{}"
-"""Key of the store: why a rank cannot reach rank 0's machine."""
+"""Key of the store: why a rank cannot join the others."""
 
 
 class JobChannel:
@@ -68,7 +68,11 @@ class JobChannel:
         self._prefixes = 0
         share = share_by_store(PrefixStore(self.name, store), rank, str(ranks), job or ranks)
         host = "" if os.environ.get("STAGELINE_CONTROL_HOST") and not job else self.address
-        self.control = control = MonitorClient.start(rank, ranks, share, deadline, host=host)
+        try:
+            self.control = control = MonitorClient.start(rank, ranks, share, deadline, host=host)
+        except TrustError as error:
+            store.set(_UNREACHED.format(self.name, rank), str(error))
+            raise
         if rank and control.unreached and not one_machine(job or ranks):
             why = f"rank {rank} cannot reach rank 0's machine: {control.unreached}; {CURE}"
             store.set(_UNREACHED.format(self.name, rank), why)
@@ -268,11 +272,11 @@ def _find_store(deadline: float) -> tuple[Any, int, int]:
         if rank == 0:
             raise StagelineError(
                 f"rank 0 cannot listen at MASTER_ADDR={host}, MASTER_PORT={port}; another job may use that port: "
-                f"{shorten(error, 200)}"
+                f"{error}"
             ) from error
         raise PipelineError(
             f"rank 0 never started: nothing answers at MASTER_ADDR={host}, MASTER_PORT={port} within {deadline:g} s "
-            f"({shorten(error, 200)}); start the job again with all ranks"
+            f"({error}); start the job again with all ranks"
         ) from error
     return store, rank, ranks
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from stageline.common.errors import PipelineError, shorten
+from stageline.common.errors import PipelineError
 from stageline.distributed._torch_private import (
     default_store,
     default_timeout,
@@ -127,7 +127,7 @@ class Groups:
         return PipelineError(
             f"{names[mine]} cannot connect to {peers} over {library} within {self._deadline:g} s: let the hosts "
             f"connect to each other on the ports of net.ipv4.ip_local_port_range, which {library} uses, and check "
-            f"{library.upper()}_SOCKET_IFNAME if it is set ({shorten(str(error), 200)})"
+            f"{library.upper()}_SOCKET_IFNAME if it is set ({error})"
         )
 
     def count(self) -> int:

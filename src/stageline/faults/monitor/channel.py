@@ -81,10 +81,6 @@ class Channel:
             self.heard = time.monotonic()
         return messages
 
-    def received_early(self) -> list[Any]:
-        """The messages that arrived with the monitor's welcome."""
-        return [] if self._connection is None else self._connection.received_early()
-
     def open_again(self, wake: Callable[[], None]) -> None:
         """Open another connection on a thread, until that succeeds or the monitor is gone, and then call `wake`."""
         if not self._opening and not self.gone:

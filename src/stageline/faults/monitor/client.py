@@ -290,8 +290,6 @@ class MonitorClient:
             self.unreached = f"nothing answers at {address.host}, port {address.port}: {error}"
             self._lose(f"cannot reach the failure monitor at {address.host}:{address.port}: {error}")
             return
-        for message in self._channel.received_early():
-            self._handle(message, self._channel)
         self._thread.start()
         self._wakeup.install()
 
@@ -350,8 +348,6 @@ class MonitorClient:
     def _check_channel(self, channel: Channel, now: float) -> None:
         """Open a connection again that broke or is silent, and give up a monitor that is gone."""
         if channel.take_over():
-            for message in channel.received_early():
-                self._handle(message, channel)
             with self._changed:
                 asked = set(self._asked)
             for rank in asked if channel is self._channel else ():

@@ -8,7 +8,6 @@ import ipaddress
 import json
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import threading
@@ -16,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stageline.common.errors import ControlError, shorten
-from stageline.common.trust import Sharing, Store, new_nonce, one_machine, proof, proves
+from stageline.common.errors import ControlError, TrustError, shorten
+from stageline.common.handshake import MessageSeal, open_connection
+from stageline.common.trust import Sharing, Store, one_machine
 
 # Empty packages in place of the real ones, which would load numpy first.
 _BOOT = """
@@ -142,27 +142,25 @@ def no_address(rank: int, error: Exception) -> ControlError:
 
 
 class Connection:
-    """Sends and receives lines of JSON, once both ends have proved that they know the job's secret.
+    """Sends and receives authenticated lines of JSON, once both ends have proved that they know the job's secret.
 
     Any thread may send, and never waits; one thread receives.
     """
 
     def __init__(self, address: Address, rank: int, where: str, timeout: float = CONNECT_TIMEOUT) -> None:
         """Connect, or raise OSError, ValueError or ControlError."""
-        self.socket = socket.create_connection((address.host, address.port), timeout=timeout)
-        self.received = 0
+        facts = {"rank": rank, "where": where}
+        try:
+            session = open_connection(address.host, address.port, address.token, facts, timeout=timeout)
+        except TrustError as error:
+            raise ControlError(str(error)) from error
+        self.socket = session.link
+        self.received = int(session.facts["received"])
         """The last number that the monitor has received from this rank, on an earlier connection."""
+        self._seal = MessageSeal(session.key, opener=True)
         self._buffer = self._unsent = b""
         self._sending = threading.Lock()
         self._pid = os.getpid()
-        try:
-            self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            self._introduce(address.token, rank, where)
-            self.socket.setblocking(False)
-        except BaseException:
-            self.socket.close()
-            raise
 
     @property
     def host(self) -> str:
@@ -175,7 +173,7 @@ class Connection:
             return
         with self._sending, contextlib.suppress(OSError):
             if not ("beat" in message and self._unsent):  # one that waits says enough
-                self._unsent += json.dumps(message).encode() + b"\n"
+                self._unsent += self._seal.seal(json.dumps(message).encode()) + b"\n"
             while self._unsent:
                 self._unsent = self._unsent[self.socket.send(self._unsent) :]
 
@@ -187,34 +185,12 @@ class Connection:
             return []
         except OSError:
             data = b""
-        return self._messages(data) if data else None
-
-    def received_early(self) -> list[Any]:
-        """Return the messages that arrived with the monitor's welcome."""
-        return self._messages(b"")
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        try:
+            return [json.loads(self._seal.unseal(line)) for line in lines] if data else None
+        except TrustError:
+            return None  # someone else wrote to the connection
 
     def close(self) -> None:
         """Close the socket."""
         self.socket.close()
-
-    def _messages(self, data: bytes) -> list[Any]:
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
-        return [json.loads(line) for line in lines]
-
-    def _introduce(self, secret: str, rank: int, where: str) -> None:
-        theirs, ours = str(self._first_message().get("challenge")), new_nonce()
-        facts = (rank, theirs, ours)
-        self.send({"hello": rank, "nonce": ours, "proof": proof(secret, "rank", *facts, where), "where": where})
-        welcome = self._first_message()
-        if not proves(welcome.get("proof"), secret, "monitor", *facts):
-            raise ControlError("it does not know the secret of this job")
-        self.received = int(welcome.get("received", 0))
-
-    def _first_message(self) -> Any:
-        while b"\n" not in self._buffer:
-            data = self.socket.recv(4096)
-            if not data:
-                raise ControlError("it refused this rank: another job's token, or its number is taken")
-            self._buffer += data
-        line, self._buffer = self._buffer.split(b"\n", 1)
-        return json.loads(line)

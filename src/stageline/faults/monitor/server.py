@@ -5,11 +5,11 @@ launcher sends to them. It needs only the standard library and starts in a tenth
 several machines, the first rank of another machine than rank 0's starts a standby: it hears everything too, and takes
 over once a rank has lost the first monitor.
 
-Each rank has one TCP connection to each monitor, with lines of JSON both ways:
+Each rank has one TCP connection to each monitor (`common/handshake.py`), with authenticated lines of JSON both ways:
 
-    rank → monitor   hello (rank, nonce, proof) · process · beat (doing, waits, done) · failed (…) · ask · deadline ·
+    rank → monitor   process · beat (doing, waits, done) · failed (…) · ask · deadline ·
                      terminated · bye (how) · standby (host, port) · lead · relay (verdict)
-    monitor → rank   challenge · welcome (proof, received) · all (every rank has come) · verdict (…) · nobody (all end)
+    monitor → rank   all (every rank has come) · verdict (…) · nobody (all end)
                      · beat · answer · start_standby · standby (host, port)
 
 A connection that closes without a bye means that the process died: the kernel closes the sockets of a killed process at
@@ -30,15 +30,13 @@ import sys
 import time
 from typing import Any
 
-from stageline.common.errors import StagelineError
+from stageline.common.errors import StagelineError, TrustError
+from stageline.common.handshake import PATIENCE, TLS_VARIABLES, Facts, MessageSeal, Reception, uses_tls
 from stageline.common.ports import listen
-from stageline.common.trust import new_nonce, proof, proves
 from stageline.faults.monitor.blame import BlameRules
 
 LINGER = 1.0
 """Seconds without any rank after which the monitor ends."""
-HELLO_TIMEOUT = 5.0
-"""Seconds in which a new connection must prove that it is a rank."""
 MAX_STRANGERS = 32
 """Maximum number of connections, beside one per rank, that have not proved it."""
 SLOWEST_STANDBY = 30.0
@@ -47,18 +45,18 @@ PAUSE = 0.05
 """Seconds between two looks at the rules, unless something happens."""
 PF_EXITING = 0x4
 """The flag of Linux for a process that is ending; its sockets close before it is a zombie."""
-LONGEST_HELLO = 1024
 LONGEST_LINE = 1 << 18
 
 
 class Peer:
-    """One connection: a stranger until it says hello, then a rank."""
+    """One connection: a stranger until the handshake is over, then a rank."""
 
-    def __init__(self, link: socket.socket, now: float) -> None:
-        self.link = link
-        self.since = now
+    def __init__(self, reception: Reception) -> None:
+        self.link = reception.link
+        self.reception = reception
         self.rank: int | None = None
-        self.challenge = new_nonce()
+        self.seal: MessageSeal | None = None
+        """Authenticates the messages of a rank."""
         self.buffer = b""
         self.out = b""
         self.want = selectors.EVENT_READ
@@ -96,7 +94,7 @@ class Server:
         came = False
         next_beat = next_look = 0.0
         pause = min(PAUSE, self.rules.deadline / 10)
-        first = SLOWEST_STANDBY if self.rules.standby else HELLO_TIMEOUT
+        first = SLOWEST_STANDBY if self.rules.standby else PATIENCE
         while True:
             before = time.monotonic()
             events = self.selector.select(pause)
@@ -149,7 +147,7 @@ class Server:
         other = [rank for rank, host in sorted(hosts.items()) if host != hosts.get(0, host)]
         for peer in self.peers.values():
             if other and peer.rank == other[0]:
-                self._send(peer, _line({"start_standby": True}))
+                self._tell(peer, {"start_standby": True})
 
     def _check_processes(self, now: float) -> None:
         """Report the deaths of ranks on this machine that have no connection."""
@@ -160,7 +158,7 @@ class Server:
     def _close_idle(self, now: float) -> None:
         """Close connections that do not say hello, and those of frozen ranks when no other rank is left."""
         for peer in list(self.peers.values()):
-            if peer.rank is None and now - peer.since > HELLO_TIMEOUT:
+            if peer.rank is None and now - peer.reception.since > PATIENCE:
                 self._close(peer)
         known = [peer for peer in self.peers.values() if peer.rank is not None]
         if known and all(now - self.rules.ranks[peer.rank or 0].heard > self.rules.deadline + LINGER for peer in known):
@@ -169,7 +167,7 @@ class Server:
 
     def _accept(self) -> None:
         # Nobody can fill the table: the oldest stranger is closed before another is accepted.
-        strangers = sorted((peer for peer in self.peers.values() if peer.rank is None), key=lambda peer: peer.since)
+        strangers = [peer for peer in self.peers.values() if peer.rank is None]  # in the order in which they came
         if len(strangers) >= MAX_STRANGERS + len(self.rules.ranks):
             self._close(strangers.pop(0))
         try:
@@ -178,12 +176,27 @@ class Server:
             if error.errno in (errno.EMFILE, errno.ENFILE) and strangers:
                 self._close(strangers[0])  # the new one is accepted in the next round
             return
-        link.setblocking(False)
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self.peers[link] = peer = Peer(link, time.monotonic())
-        self.selector.register(link, selectors.EVENT_READ, peer)
-        self._send(peer, _line({"challenge": peer.challenge}))
+        peer = Peer(Reception(link, self.token, self._admit))
+        self.peers[peer.link] = peer
+        self.selector.register(peer.link, selectors.EVENT_READ, peer)
+        self._proceed(peer)
+
+    def _proceed(self, peer: Peer) -> None:
+        """Go on with the handshake of a stranger."""
+        try:
+            session = peer.reception.proceed()
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            self._close(peer)
+            return
+        if session is None:
+            return
+        peer.seal, peer.rank, self._news = MessageSeal(session.key, opener=False), int(session.facts["rank"]), True
+        if self.complete:
+            self._tell(peer, {"all": True})
+        if self._standby is not None:
+            self._tell(peer, {"standby": self._standby})
+        if self.rules.verdict is not None:
+            self._tell(peer, {"verdict": self.rules.verdict})
 
     def _ready(self, peer: Peer, mask: int) -> None:
         if peer.link not in self.peers:
@@ -191,6 +204,9 @@ class Server:
         if mask & selectors.EVENT_WRITE:
             self._send(peer, b"")
         if not mask & selectors.EVENT_READ:
+            return
+        if peer.seal is None:
+            self._proceed(peer)
             return
         try:
             data = peer.link.recv(1 << 16)
@@ -202,20 +218,17 @@ class Server:
         *lines, peer.buffer = peer.buffer.split(b"\n")
         try:
             for line in lines:
-                self._handle(peer, line)
-            if len(peer.buffer) > (LONGEST_HELLO if peer.rank is None else LONGEST_LINE):
+                self._handle(peer, json.loads(peer.seal.unseal(line)))
+            if len(peer.buffer) > LONGEST_LINE:
                 raise ValueError("the line is too long")
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             data = b""
         if not data:
             self._close(peer)
 
-    def _handle(self, peer: Peer, line: bytes) -> None:
+    def _handle(self, peer: Peer, message: dict[str, Any]) -> None:
         now = time.monotonic()
-        if peer.rank is None:
-            self._admit(peer, line, now)
-            return
-        message = json.loads(line)
+        assert peer.rank is not None
         if "beat" in message:
             waits = message.get("waits")
             doing = str(message.get("doing") or "")
@@ -234,7 +247,7 @@ class Server:
         elif "ask" in message:
             rank = int(message["ask"])
             known = 0 <= rank < len(self.rules.ranks)
-            self._send(peer, _line({"answer": rank, "busy": known and self.rules.busy(rank, now)}))
+            self._tell(peer, {"answer": rank, "busy": known and self.rules.busy(rank, now)})
         elif "deadline" in message:
             self.rules.deadline = max(0.1, float(message["deadline"]))
         elif "terminated" in message:
@@ -249,39 +262,29 @@ class Server:
         elif "lead" in message:
             self.rules.lead(now)
             if self.rules.verdict is not None:
-                self._send(peer, _line({"verdict": self.rules.verdict}))
+                self._tell(peer, {"verdict": self.rules.verdict})
         self._received[peer.rank] = max(number, self._received[peer.rank])
 
-    def _admit(self, peer: Peer, line: bytes, now: float) -> None:
-        """Make a rank of a stranger whose hello proves it; or raise ValueError."""
-        if len(line) > LONGEST_HELLO:
-            raise ValueError("the hello is too long")
-        message = json.loads(line)
-        rank, where = int(message["hello"]), str(message["where"])
-        facts = (rank, peer.challenge, str(message["nonce"]))
-        if not proves(message["proof"], self.token, "rank", *facts, where):
-            raise ValueError("wrong proof")
+    def _admit(self, facts: Facts) -> Facts:
+        """Make a rank of a stranger that knows the secret; or raise TrustError."""
+        rank, where, now = int(facts["rank"]), str(facts["where"]), time.monotonic()
         if self.rules.rejoin(rank, now, where):
             for earlier in [other for other in self.peers.values() if other.rank == rank]:
                 self._drop(earlier)
             self._unconnected.discard(rank)
         elif not self.rules.hello(rank, now, where):
-            raise ValueError("not expected")
-        peer.rank, self._news = rank, True
-        welcome = {"welcome": rank, "proof": proof(self.token, "monitor", *facts), "received": self._received[rank]}
-        self._send(peer, _line(welcome))
-        if self.complete:
-            self._send(peer, _line({"all": True}))
-        if self._standby is not None:
-            self._send(peer, _line({"standby": self._standby}))
-        if self.rules.verdict is not None:
-            self._send(peer, _line({"verdict": self.rules.verdict}))
+            raise TrustError(f"there is no rank {rank}, or it is connected")
+        return {"received": self._received[rank]}
 
     def _broadcast(self, message: dict[str, Any]) -> None:
-        line = _line(message)
+        text = json.dumps(message).encode()
         for peer in list(self.peers.values()):
-            if peer.rank is not None:
-                self._send(peer, line)
+            if peer.seal is not None:
+                self._send(peer, peer.seal.seal(text) + b"\n")
+
+    def _tell(self, peer: Peer, message: dict[str, Any]) -> None:
+        assert peer.seal is not None
+        self._send(peer, peer.seal.seal(json.dumps(message).encode()) + b"\n")
 
     def _send(self, peer: Peer, data: bytes) -> None:
         """Send what the socket accepts, and the rest when it accepts more."""
@@ -320,14 +323,12 @@ class Server:
         peer.link.close()
 
 
-def _line(message: dict[str, Any]) -> bytes:
-    return json.dumps(message).encode() + b"\n"
-
-
 def main() -> None:
     """Read the options from stdin, bind, print the port, and serve as a process that is nobody's child."""
     options = json.loads(sys.stdin.readline())
     try:
+        if uses_tls():  # its files must be found from another folder, too
+            os.environ.update({name: os.path.abspath(os.environ[name]) for name in TLS_VARIABLES})
         listener = listen(options["host"])
     except (OSError, StagelineError) as error:
         print(json.dumps({"error": str(error)}), flush=True)
