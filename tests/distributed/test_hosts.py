@@ -223,6 +223,31 @@ def test_a_host_that_is_not_there_is_named_with_address_and_port(two_hosts: Netw
     assert "nothing answers at MASTER_ADDR=10.77.0.1, MASTER_PORT=29500 within 4 s" in outputs[1]
 
 
+@pytest.mark.host_matrix
+def test_a_host_with_another_version_is_named(two_hosts: Network, fork_server: ForkServer) -> None:
+    for output in run(two_hosts, fork_server, 6.0, function="of_another_version"):
+        assert "StagelineError: rank 1 runs stageline 0.0.9 and torch " in output
+        assert output.count("install the same versions on all hosts") == 1
+
+
+@pytest.mark.host_matrix
+def test_a_second_job_on_the_same_port_is_refused_and_does_not_disturb_the_first(
+    two_hosts: Network, fork_server: ForkServer, tmp_path: Path
+) -> None:
+    first, _ = two_hosts.hosts
+    ranks = two_hosts.start(fork_server, RANK, "main", [30.0, 1, 40])
+    end = time.monotonic() + 60
+    while f":{29500:04X} " not in first.run("cat", "/proc/net/tcp6"):
+        assert time.monotonic() < end
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    place |= {"MASTER_ADDR": first.address, "MASTER_PORT": "29500"}
+    second = first.start(fork_server, RANK, "main", [5.0], log=tmp_path / "second.log", environment=place)
+    assert second.wait(60) == 3
+    text = (tmp_path / "second.log").read_text()
+    assert "rank 0 cannot listen at MASTER_ADDR=10.77.0.1, MASTER_PORT=29500; another job may use that port" in text
+    assert all("done at" in output for output in two_hosts.wait(ranks))
+
+
 # ---- who may connect ----
 
 

@@ -53,3 +53,12 @@ def script_makes_group(deadline: float = 30.0) -> None:
     dist.init_process_group("gloo")
     main(deadline)
     dist.destroy_process_group()
+
+
+def of_another_version(deadline: float = 30.0) -> None:
+    """As `main`, where the last rank runs another version."""
+    from stageline.distributed import meeting
+
+    if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+        meeting.__version__ = "0.0.9"  # type: ignore[attr-defined]
+    main(deadline)

@@ -240,7 +240,7 @@ class ProcessCollectives:
 
     def broadcast_to_all(self, text: str, process: int) -> str:
         """The text of one process, on all processes of all replicas."""
-        return self._broadcast(text.encode(), process, self._groups.all).decode()
+        return self._broadcast(text.encode(), process, self._groups.all).tobytes().decode()
 
     # Of one replica.
 
@@ -259,19 +259,18 @@ class ProcessCollectives:
         own = tensor.detach().cpu().contiguous()
         data = own.reshape(-1).view(torch.uint8).numpy().tobytes() if process == self.process else b""
         received = self._broadcast(data, process, self.layout_groups.row)
-        if process != self.process and received:
-            sent = torch.frombuffer(bytearray(received), dtype=torch.uint8).view(tensor.dtype)
+        if process != self.process and len(received):
             with torch.no_grad():
-                tensor.copy_(sent.reshape(tensor.shape))
+                tensor.copy_(torch.from_numpy(received).view(tensor.dtype).reshape(tensor.shape))
 
     def broadcast(self, text: str, owner: int) -> str:
         """The text of one rank, on all ranks of this replica."""
         process = self.layout.rows[self.replica][owner]
-        return self._broadcast(text.encode(), process, self.layout_groups.row).decode()
+        return self._broadcast(text.encode(), process, self.layout_groups.row).tobytes().decode()
 
-    def _broadcast(self, data: bytes, process: int, group: SocketGroup) -> bytes:
+    def _broadcast(self, data: bytes, process: int, group: SocketGroup) -> NDArray[np.uint8]:
         own = data if process == self.process else None
-        return self._start_on_sockets(lambda: group.broadcast(own, process))().tobytes()
+        return self._start_on_sockets(lambda: group.broadcast(own, process))()
 
     def _start_on_sockets(self, start: Callable[[], SocketWork]) -> Callable[[], NDArray[Any]]:
         """Start a collective over the pipeline's own connections; call the result to wait for its value."""

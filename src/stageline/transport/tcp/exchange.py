@@ -140,7 +140,9 @@ class Exchange:
 
     def _send(self, target: int, data: NDArray[Any]) -> None:
         head = wire.write_head(self._rounds, b"-", data.nbytes)
-        pieces = [memoryview(head), *([memoryview(data.tobytes())] if data.nbytes else [])]
+        # Rows belong to the caller, which may change them; bytes do not change.
+        piece = memoryview(data if data.dtype == np.uint8 else data.tobytes())  # type: ignore[arg-type]
+        pieces = [memoryview(head), *([piece] if data.nbytes else [])]
         if target not in self._outbound:
             self._outbound[target] = self._links.outbound(target, self._kind)
         self._outbox.send(self._outbound[target], pieces)
