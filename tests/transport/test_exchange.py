@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import random
 import threading
 import time
@@ -17,6 +18,7 @@ from stageline.transport.tcp import exchange
 from stageline.transport.tcp.exchange import Exchange
 from stageline.transport.tcp.links import Links
 from stageline.transport.tcp.outbox import Outbox
+from stageline.transport.tcp.socket_group import SocketGroup
 
 Rows = NDArray[np.float64]
 
@@ -45,6 +47,40 @@ def patient(seconds: float = 60.0) -> Callable[[], None]:
             raise TransportError("nothing came")
 
     return check
+
+
+@pytest.mark.parametrize("fan", [1, 2])
+def test_collectives_end_in_order_on_all_ranks_while_they_compute(fan: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums with the same bits on all ranks, and bytes of any number from any rank, started before the first wait."""
+    monkeypatch.setattr(exchange, "FAN", fan)
+    ranks, sizes = 5, (0, 1, 3_000_000)
+    ends = [Links(rank, ranks) for rank in range(ranks)]
+    for end in ends:
+        end.meet([peer.address for peer in ends], "0" * 32)
+    groups = [SocketGroup(end, range(ranks), "collective") for end in ends]
+    sums = [[group.all_reduce(np.array([[0.1 * rank, 1.0]])) for rank, group in enumerate(groups)]]
+    sums += [[group.all_gather(np.array([float(rank)])) for rank, group in enumerate(groups)]]
+    texts = {
+        (source, size): [group.broadcast(bytes([source]) * size if rank == source else None, source)
+                         for rank, group in enumerate(groups)]
+        for source in (0, 3, 4) for size in sizes
+    }  # fmt: skip
+    for works in (*sums, *texts.values()):
+        for work in works:
+            work.wait(datetime.timedelta(seconds=60))
+    assert {work.value.tobytes() for work in sums[0]} == {sums[0][0].value.tobytes()}
+    np.testing.assert_allclose(sums[0][0].value, [[1.0, 5.0]])
+    assert [work.value.tolist() for work in sums[1]] == [[[0.0], [1.0], [2.0], [3.0], [4.0]]] * ranks
+    for (source, size), works in texts.items():
+        assert [work.value.tobytes() for work in works] == [bytes([source]) * size] * ranks
+    pending = groups[0].all_gather(np.zeros(1))
+    with pytest.raises(RuntimeError, match="takes longer"):
+        pending.wait(datetime.timedelta(seconds=0.01))
+    groups[0].close()
+    with pytest.raises(TransportError, match="were given up"):
+        pending.wait(datetime.timedelta(seconds=60))
+    for end in ends:
+        end.close()
 
 
 @pytest.mark.parametrize("fan", [1, 2, 3, 16])

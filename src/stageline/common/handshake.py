@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from stageline._version import __version__
-from stageline.common.errors import StagelineError, TrustError, shorten
+from stageline.common.errors import StagelineError, TrustError
 from stageline.common.trust import new_nonce, proof, proves
 
 LONGEST = 2048
@@ -90,7 +90,7 @@ def open_connection(
         _until_done(lambda: link.send(_frame(hello)), link, select.POLLOUT, limit)  # short, so it is sent whole
         welcome = _receive(link, limit)
         if "refused" in welcome:
-            raise TrustError(f"it refused this rank: {shorten(str(welcome['refused']), 400)}")
+            raise TrustError(f"it refused this rank: {str(welcome['refused'])[:400]}")
         answer = str(welcome.get("answer"))
         if not proves(welcome.get("proof"), secret, "acceptor", *said, answer):
             raise TrustError("it does not know the secret of this job")
@@ -161,7 +161,7 @@ class Reception:
     def _answer(self, hello: dict[str, Any]) -> None:
         version, text, nonce = (str(hello.get(name)) for name in ("version", "facts", "nonce"))
         if version != __version__:
-            self._refuse(f"stageline {__version__} runs there, and {shorten(version, 20)} here")
+            self._refuse(f"stageline {__version__} runs there, and {version[:20]} here")
         said = (version, text, self._challenge, nonce)
         if not proves(hello.get("proof"), self._secret, "opener", *said):
             self._refuse("it has another secret")

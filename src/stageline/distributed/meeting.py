@@ -15,7 +15,7 @@ import torch
 
 from stageline._version import __version__
 from stageline.common.addresses import ELSEWHERE, interface_of, is_loopback, route_to
-from stageline.common.errors import StagelineError, shorten
+from stageline.common.errors import StagelineError
 from stageline.common.handshake import uses_tls
 from stageline.common.trust import one_machine
 from stageline.distributed import attempts
@@ -62,8 +62,8 @@ class Introduction:
         """Refuse a rank that cannot work with rank 0."""
         if self.versions != first.versions:
             raise StagelineError(
-                f"rank {rank} runs {shorten(self.versions, 80)} and rank 0 runs {shorten(first.versions, 80)}: install "
-                "the same versions on all hosts"
+                f"rank {rank} runs {self.versions[:80]} and rank 0 runs {first.versions[:80]}: install the same "
+                "versions on all hosts"
             )
         if self.tls != first.tls:
             one, other = (rank, 0) if self.tls else (0, rank)
