@@ -211,8 +211,8 @@ class Pipeline:
         # Threads on one GPU would only take turns.
         one_rank = lambda: on_one_gpu(source, built, device) and not several_processes(seconds)  # noqa: E731
         order = find_schedule(schedule, count_layers(source), ranks, microbatches, one_rank=one_rank, **options)
-        recompute_options = parse_recompute(self.options.recompute, self.options.recompute_policy)
-        self.recomputed = mark(self.model, recompute_options, self.options.recompute)
+        self._recompute = parse_recompute(self.options.recompute, self.options.recompute_policy)
+        self.recomputed = mark(self.model, self._recompute, self.options.recompute)
         model_stages = ModelStages(source, self.model, order.stages, example)
         self._replicas = replicas
         self.runner = self._start(order, model_stages, recipe, host)
@@ -245,14 +245,13 @@ class Pipeline:
         """Join the other processes, build and place the stages unless they are, and prepare for the first step."""
         options, model = self.options, self.model
         plan_watch = watch_for(options.replan, options.replan_every, options.planned, self.plan, schedule)
-        recompute = parse_recompute(options.recompute, options.recompute_policy)
         host = host or find_host(schedule.ranks, options.seconds, self._replicas, self._mesh)
         parallelize = find_parallelize(options, host.layout, model)
         stages.join(host, schedule.placement, parallelized=parallelize is not None)
         host.check_same(
             {
                 **facts_of(model, schedule, options),
-                "recompute": "\n".join([f"stages {recompute.stages}", *self.recomputed]),
+                "recompute": "\n".join([f"stages {self._recompute.stages}", *self.recomputed]),
                 "replicas and mesh": repr(host.layout),
             }
         )
@@ -273,7 +272,9 @@ class Pipeline:
             host.connect_gpus(schedule.channels, None if gpu is None else torch.device("cuda", gpu))
         sharded = () if parallelize is None else sharded_stages(host, stages.own_parts(), schedule.stages)
         lowered = partial(lower, stages=sharded, reshard_after_forward=options.reshard_after_forward)
-        stage_options = StageOptions(options.loss_fn, replica_seed(seed, host.layout.data_row(host.replica)), recompute)
+        stage_options = StageOptions(
+            options.loss_fn, replica_seed(seed, host.layout.data_row(host.replica)), self._recompute
+        )
         penalties = len(list(model.named_parameters())) if options.penalty is not None else 0
         executors = ExecutorCache(
             host,
