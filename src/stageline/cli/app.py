@@ -17,7 +17,7 @@ from stageline.common.errors import ScheduleError, StagelineError, in_flags
 
 VERBS = (
     "train", "launch", "checkpoint", "report", "families", "show", "verify", "simulate", "compare", "synthesize",
-    "plan", "trace", "doctor", "inspect", "profile", "check",
+    "plan", "trace", "doctor", "inspect", "profile", "check", "selftest",
 )  # fmt: skip
 """The modules of the verbs. Each has a function `command`, or functions `VERBS` of its own and their `root`."""
 
