@@ -41,12 +41,12 @@ def measure_pairs(host: Any, ranks: int) -> list[Pair]:
     rows = []
     for number, (first, second) in enumerate(pairs_of(ranks)):
         row = np.zeros(2)
-        if rank in (first, second):
-            other = second if rank == first else first
-            counts = {(other, "forward"): TRIPS + LARGE}
-            transport.begin(counts, counts, device if device.type == "cuda" else None)
+        other = {first: second, second: first}.get(rank)
+        counts = {} if other is None else {(other, "forward"): TRIPS + LARGE}
+        transport.begin(counts, counts, device if device.type == "cuda" else None)  # the others count the steps, too
+        if other is not None:
             row = _measure(transport, rank, other, number, rank == first, device)
-            transport.finish(host.deadline)
+        transport.finish(host.deadline)
         total = host.all_reduce(row)  # and no rank starts before the pair has ended
         rows.append(Pair(first, second, float(total[0]), float(total[1])))
     return rows
