@@ -6,7 +6,6 @@ import importlib
 import importlib.metadata
 import os
 import platform
-import secrets
 import socket
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 from stageline._version import __version__
 from stageline.common.errors import PipelineError, StagelineError, TransportError
 from stageline.common.imports import require
+from stageline.common.trust import secret_variables
 from stageline.distributed.launchers.launcher import Job, Outcome, describe, first_failure
 
 PATIENCE = 10.0
@@ -296,12 +296,12 @@ def place_variables(job: Job, places: Sequence[Place]) -> list[dict[str, str]]:
             for name, value in os.environ.items()
             if name.startswith("STAGELINE_") and name not in OWN_VARIABLES
         },
-        "STAGELINE_SECRET": secrets.token_hex(32),
         "MASTER_ADDR": places[0].host,
         "WORLD_SIZE": str(len(places)),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the actor of rank 0 keeps the store
         **job.environment,
     }
+    common |= secret_variables(common)
     environments: list[dict[str, str]] = []
     for rank, place in enumerate(places):
         neighbours = [other for other in places if other.node == place.node]
@@ -313,7 +313,7 @@ def place_variables(job: Job, places: Sequence[Place]) -> list[dict[str, str]]:
             "GROUP_RANK": str(nodes.index(place.node)),
         }
         if len(nodes) > 1:
-            environment = {"STAGELINE_HOST": place.host, "STAGELINE_CONTROL_HOST": places[0].host, **environment}
+            environment = {"STAGELINE_HOST": place.host, **environment}
         if place.gpus:  # all GPUs of the ranks of a host, so that NCCL can use the links between them
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu for other in neighbours for gpu in other.gpus)
         environments.append(environment)
