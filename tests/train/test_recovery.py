@@ -9,9 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from stageline.distributed.attempts import Announcements
 from stageline.distributed.launchers.launcher import Job, Outcome
 from stageline.distributed.launchers.processes import ProcessLauncher
+from stageline.distributed.launchers.replacements import Replacements
 from stageline.distributed.recovery_policy import Recovery
 from stageline.train.events import read_metrics
 from support.jobs import TINY, losses, weights
@@ -31,11 +34,14 @@ def tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def run(tokens: Path, name: str, kills: Kills, *more: str, ranks: int = 2, restarts: int = 8) -> list[Outcome]:
-    words = [word.removeprefix("--") for word in TINY] + [f"job.dump_folder={tokens.parent / name}", *more]
-    words += [f"training.dataset_path={tokens}", f"parallelism.pipeline_parallel_degree={ranks}"]
+def run(
+    tokens: Path, name: str, kills: Kills, *more: str, ranks: int = 2, recovery: Recovery | None = None
+) -> list[Outcome]:
+    words = [word.removeprefix("--") for word in TINY] + [f"job.dump_folder={tokens.parent / name}"]
+    words += [f"training.dataset_path={tokens}", f"parallelism.pipeline_parallel_degree={ranks}", *more]
     launcher = ProcessLauncher(logs=tokens.parent / f"{name}-logs")
-    return launcher.run(Job(train, (words, kills), ranks, timeout=200, recovery=Recovery(restarts)))
+    recovery = recovery or Recovery(max_restarts=8)
+    return launcher.run(Job(train, (words, kills), ranks, timeout=200, recovery=recovery))
 
 
 def log_of(tokens: Path, name: str) -> str:
@@ -54,11 +60,12 @@ def assert_same(tokens: Path, name: str, outcomes: list[Outcome]) -> None:
 
 def test_a_job_that_loses_ranks_ends_with_the_same_bits(tokens: Path) -> None:
     run(tokens, "whole", [])
-    kills = [(0, 1, "step", 7), (1, 0, "restoring", 1), (2, 0, "save", 3)]
-    assert_same(tokens, "parts", run(tokens, "parts", kills))
+    kills = [(0, 1, "step", 7), (1, 1, "restoring", 1), (2, 0, "save", 3)]
+    assert_same(tokens, "parts", run(tokens, "parts", kills, recovery=Recovery(max_restarts=3, spares=1)))
     rows = recoveries(tokens, "parts")
-    lost = [[f"rank {rank} was killed by SIGKILL" for rank in ranks] for ranks in ((1, 0), (0,))]
-    assert [row["lost"] for row in rows] == lost, "the second rank was lost while the job recovered"
+    lost = [["rank 1 was killed by SIGKILL"] * 2, ["rank 0 was killed by SIGKILL"]]
+    assert [row["lost"] for row in rows] == lost, "the rank that was restarted died while the job recovered"
+    assert [row["action"] for row in rows] == ["spare", "restart"]
     assert {row["state"] for row in rows} == {"memory"}
     lines = (tokens.parent / "parts" / "metrics.jsonl").read_text().splitlines()
     marked = [row["step"] for row in map(json.loads, lines) if row["event"] == "step" and "recovery" in row]
@@ -72,5 +79,74 @@ def test_kills_at_random_moments_leave_the_same_bits(tokens: Path, seed: int) ->
     chance = random.Random(seed)
     run(tokens, "whole", [], ranks=4)
     kills = random_kills(chance, 4)
-    outcomes = run(tokens, "parts", kills, ranks=4)
+    spares = seed % 2
+    on_loss = ("spare", "restart") if spares else ("restart",)
+    outcomes = run(tokens, "parts", kills, ranks=4, recovery=Recovery(8, on_loss, spares))
     assert_same(tokens, "parts", outcomes)
+
+
+@pytest.mark.host_matrix
+def test_a_job_trains_with_fewer_replicas_until_the_lost_one_is_back(tokens: Path) -> None:
+    degrees = ["parallelism.pipeline_parallel_degree=2", "parallelism.data_parallel_replicate_degree=2"]
+    kills: Kills = [(0, 1, "step", 7), (1, 2, "copy", 3)]
+    recovery = Recovery(max_restarts=4, on_loss=("shrink_replicas", "restart"))
+    outcomes = run(tokens, "parts", kills, *degrees, "training.steps=60", ranks=4, recovery=recovery)
+    assert [outcome.failure for outcome in outcomes] == [""] * 4, log_of(tokens, "parts")
+    actions = [row["action"] for row in recoveries(tokens, "parts")]
+    assert actions[0] == "shrink_replicas", "replica 1 goes on alone"
+    assert actions[1] in ("return", "restart")
+    history = read_metrics(tokens.parent / "parts" / "metrics.jsonl")
+    steps = history.of("step")
+    assert [row["step"] for row in steps] == list(range(1, 61))
+    alone = [row for row in steps if row.get("recovery", {}).get("action") == "shrink_replicas"]
+    assert {row["tokens"] for row in alone} == {steps[0]["tokens"] / 2}, "what was really seen"
+    assert {row["tokens"] for row in steps if row not in alone} == {steps[0]["tokens"]}
+
+
+@pytest.mark.host_matrix
+def test_the_plan_is_made_anew_for_the_ranks_that_are_left(tokens: Path) -> None:
+    run(tokens, "whole", [], ranks=3)
+    outcomes = run(tokens, "parts", [(0, 0, "step", 7)], ranks=3, recovery=Recovery(1, ("replan",)))
+    assert_same(tokens, "parts", outcomes)
+    (row,) = recoveries(tokens, "parts")
+    assert (row["action"], row["ranks"]) == ("replan", 2)
+
+
+def lose(*ranks: int) -> list[Outcome]:
+    return [Outcome(rank, failure="was killed by SIGKILL", code=-9) for rank in ranks]
+
+
+def test_the_first_possible_action_is_taken() -> None:
+    everything = ("restart", "spare", "shrink_replicas", "replan")
+    announcements = Announcements(HashStore())
+    launcher = Replacements(Recovery(9, everything), 4, announcements)
+    assert launcher.next(lose(3), {0, 1, 2}).action == "restart"  # type: ignore[union-attr]
+    attempt = launcher.next(lose(3), {0, 1, 2})
+    assert attempt is not None
+    assert attempt.action == "restart", "nothing else is possible, although the restart failed"
+    launcher.spares = [4]
+    attempt = launcher.next(lose(3), {0, 1, 2})
+    assert attempt is not None
+    assert (attempt.action, attempt.spares, attempt.before) == ("spare", {4: 3}, (0, 1, 2, 3))
+    announcements.describe(per_replica=2, replans=False)
+    attempt = launcher.next(lose(3), {0, 1, 2})
+    assert attempt is not None
+    assert (attempt.action, attempt.ranks) == ("shrink_replicas", {0: 0, 1: 1})
+    assert launcher.next([], {0, 1, 2, 3}) is None, "the lost replica is not ready"
+    announcements.complete(attempt.number)
+    for seat in (2, 3):
+        announcements.arrive(seat, attempt.number)
+    attempt = launcher.next([], {0, 1, 2, 3})
+    assert attempt is not None
+    assert (attempt.action, len(attempt.ranks), attempt.before) == ("return", 4, (0, 1))
+
+
+def test_a_rank_that_raises_or_is_asked_to_end_is_not_replaced() -> None:
+    for outcome in (
+        Outcome(1, failure="was killed by SIGTERM", code=-15),
+        Outcome(1, failure="ended with exit code 3", code=3),
+    ):
+        assert Replacements(Recovery(1), 2, Announcements(HashStore())).next([outcome], {0}) is None
+    launcher = Replacements(Recovery(1), 2, Announcements(HashStore()))
+    assert launcher.next([Outcome(1, error=ValueError(), failure="Traceback …", code=1)], {0}) is None
+    assert launcher.given_up == "rank 1 failed by itself"

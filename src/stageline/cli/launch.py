@@ -40,6 +40,7 @@ def command(
     on_loss: Annotated[
         str, typer.Option(metavar="ACTIONS", help="What may be done about a lost rank, in this order.")
     ] = "restart,spare",
+    spares: Annotated[int, typer.Option(help="Processes that wait to take the place of a lost rank.", min=0)] = 0,
 ) -> None:
     """Run a Python script on several ranks of this machine or of a Ray cluster, each in a process of its own.
 
@@ -64,7 +65,8 @@ def command(
         raise StagelineError(f"--logs is for the launcher processes, and --launcher is {launcher}")
     count = processes or (chosen.slots() if launcher == "ray" else default_processes())
     words = (script, arguments or [], module)
-    recovery = Recovery(max_restarts, tuple(action.strip() for action in on_loss.split(",") if action.strip()))
+    actions = tuple(action.strip() for action in on_loss.split(",") if action.strip())
+    recovery = Recovery(max_restarts, actions, spares)
     modules = TRAINING if module and script == "stageline" else ()
     job = Job(run_script, words, count, timeout=timeout, returns=False, recovery=recovery, modules=modules)
     culprit = first_failure(chosen.run(job))

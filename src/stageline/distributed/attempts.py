@@ -1,8 +1,11 @@
-"""The attempts of a job that recovers: its launcher announces them in the store, and its ranks read them there.
+"""The attempts of a job that recovers: its launcher announces them in the store, and its processes read them there.
 
-A launcher that can start a lost rank again sets STAGELINE_ATTEMPT in the environment of its ranks. The number grows
-with every recovery: all ranks of one attempt meet under one prefix of the store, which the launcher keeps, so nothing
-that a lost rank held is needed to meet again.
+A launcher that replaces lost ranks sets STAGELINE_ATTEMPT in the environment of its processes. The number grows with
+every recovery. All ranks of one attempt meet under one prefix of the store, which the launcher keeps, so nothing that a
+lost rank held is needed to meet again.
+
+A process has a *seat*: the rank that it has while nobody is lost. An attempt gives some or all seats a rank. A process
+whose seat has none, and a spare one, wait for an attempt in which they get one.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -21,10 +25,14 @@ from stageline.common.errors import PipelineError
 from stageline.distributed._torch_private import TCPStore
 
 NUMBER = "STAGELINE_ATTEMPT"
-"""The attempt of this process; unset where the launcher recovers nothing."""
+"""The attempt of this process; unset where the launcher replaces nothing."""
+SEAT = "STAGELINE_SEAT"
+"""The seat of this process; for a spare one, its own number after those of all ranks."""
 MEMORY = "STAGELINE_MEMORY"
-"""The files of host memory in which the ranks keep their last states, of each rank in its turn."""
-_NEWEST, _OVER, _COMPLETE = "newest", "over", "complete"
+"""The files of host memory in which the ranks keep their last states, of each seat in its turn."""
+_NEWEST, _OVER, _COMPLETE, _SHAPE = "newest", "over", "complete", "shape"
+POLL = 0.02
+"""Seconds between two looks for a new attempt."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +46,46 @@ class Attempt:
     """What was done about it."""
     moment: float
     """When the launcher learned of the first of them, in seconds since the epoch."""
+    ranks: Mapping[int, int] = field(default_factory=dict)
+    """The rank of every seat that takes part."""
     replaced: tuple[int, ...] = ()
-    """The ranks that are new processes."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables of all ranks of the attempt; survivors set them before they meet the others."""
+    """The seats that have new processes."""
+    before: tuple[int, ...] = ()
+    """The seats that took part when the job last trained: they have its state."""
+    spares: Mapping[int, int] = field(default_factory=dict)
+    """The seats that spare processes take."""
+
+    def to_text(self) -> str:
+        """The announcement."""
+        return json.dumps(asdict(self))
 
     @classmethod
     def parse(cls, text: bytes) -> Attempt:
-        """Read an announcement."""
+        """Read an announcement.
+
+        >>> attempt = Attempt(1, ("rank 2 was killed by SIGKILL",), "restart", 0.0, {0: 0, 1: 1}, (1,))
+        >>> Attempt.parse(attempt.to_text().encode()) == attempt
+        True
+        """
         values = json.loads(text)
-        return cls(**{**values, "lost": tuple(values["lost"]), "replaced": tuple(values["replaced"])})
+        for name in ("lost", "replaced", "before"):
+            values[name] = tuple(values[name])
+        for name in ("ranks", "spares"):
+            values[name] = {int(key): value for key, value in values[name].items()}
+        return cls(**values)
+
+    def place(self, seat: int) -> dict[str, str] | None:
+        """The environment of the process in a seat, or of a spare one; None if it waits for another attempt.
+
+        >>> Attempt(1, (), "spare", 0.0, {0: 0, 1: 1}, spares={2: 1}).place(2)["RANK"]
+        '1'
+        """
+        seat = self.spares.get(seat, seat)
+        if seat not in self.ranks:
+            return None
+        rank, count = str(self.ranks[seat]), str(len(self.ranks))
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, SEAT: str(seat)}
+        return {**place, NUMBER: str(self.number), "TORCHELASTIC_RESTART_COUNT": str(self.number)}
 
 
 class Announcements:
@@ -57,9 +95,9 @@ class Announcements:
     >>> announcements = Announcements(HashStore())
     >>> announcements.newest(), announcements.over()
     (0, '')
-    >>> announcements.make(Attempt(1, ("rank 2 was killed by SIGKILL",), "restart", 0.0, (2,)))
-    >>> announcements.newest(), announcements.read(1).replaced
-    (1, (2,))
+    >>> announcements.make(Attempt(1, ("rank 2 was killed by SIGKILL",), "restart", 0.0, {0: 0}))
+    >>> announcements.newest(), announcements.read(1).ranks
+    (1, {0: 0})
     """
 
     def __init__(self, store: Any) -> None:
@@ -67,7 +105,7 @@ class Announcements:
 
     def make(self, attempt: Attempt) -> None:
         """Announce an attempt."""
-        self._store.set(str(attempt.number), json.dumps(asdict(attempt)))
+        self._store.set(str(attempt.number), attempt.to_text())
         self._store.set(_NEWEST, str(attempt.number))
 
     def end(self, why: str) -> None:
@@ -86,6 +124,8 @@ class Announcements:
         """An attempt that was announced."""
         return Attempt.parse(self._store.get(str(number)))
 
+    # What processes tell the launcher.
+
     def complete(self, number: int) -> None:
         """Say that the job trains again, in this attempt."""
         self._store.set(_COMPLETE, str(number))
@@ -94,21 +134,30 @@ class Announcements:
         """The last attempt in which the job trained."""
         return int(self._get(_COMPLETE) or 0)
 
-    def arrive(self, rank: int, number: int) -> None:
-        """Say that a process takes part in an attempt."""
-        self._store.set(f"arrived/{number}/{rank}", "1")
+    def describe(self, *, per_replica: int, replans: bool) -> None:
+        """Say how many ranks a replica has (0 if replicas cannot be left out), and whether the job can use fewer."""
+        self._store.set(_SHAPE, json.dumps([per_replica, replans]))
 
-    def arrived(self, rank: int, number: int) -> bool:
-        """Whether the process of a rank takes part in an attempt."""
-        return bool(self._get(f"arrived/{number}/{rank}"))
+    def shape(self) -> tuple[int, bool]:
+        """What the job said with `describe`; by default, that it can do neither."""
+        per_replica, replans = json.loads(self._get(_SHAPE) or "[0, false]")
+        return per_replica, replans
 
-    def blame(self, rank: int, number: int, culprit: int) -> None:
+    def arrive(self, seat: int, number: int) -> None:
+        """Say that a process takes part in an attempt, or waits for a later one."""
+        self._store.set(f"arrived/{number}/{seat}", "1")
+
+    def arrived(self, seat: int, number: int) -> bool:
+        """Whether the process of a seat takes part in an attempt, or waits for a later one."""
+        return bool(self._get(f"arrived/{number}/{seat}"))
+
+    def blame(self, seat: int, number: int, culprit: int) -> None:
         """Say that a rank does not run any more, although its process may exist."""
-        self._store.set(f"blamed/{number}/{rank}", str(culprit))
+        self._store.set(f"blamed/{number}/{seat}", str(culprit))
 
-    def blamed(self, ranks: int, number: int) -> set[int]:
+    def blamed(self, seats: int, number: int) -> set[int]:
         """The ranks that others blame for the end of an attempt."""
-        texts = (self._get(f"blamed/{number}/{rank}") for rank in range(ranks))
+        texts = (self._get(f"blamed/{number}/{seat}") for seat in range(seats))
         return {int(text) for text in texts if text}
 
     def _get(self, key: str) -> str:
@@ -116,13 +165,18 @@ class Announcements:
 
 
 def number_of(environment: Mapping[str, str] | None = None) -> int | None:
-    """The attempt of this process; None if its launcher recovers nothing.
+    """The attempt of this process; None if its launcher replaces nothing.
 
     >>> number_of({}), number_of({"STAGELINE_ATTEMPT": "2"})
     (None, 2)
     """
     text = (os.environ if environment is None else environment).get(NUMBER, "")
     return int(text) if text.isdecimal() else None
+
+
+def own_seat() -> int:
+    """The seat of this process."""
+    return int(os.environ.get(SEAT) or os.environ.get("RANK") or 0)
 
 
 def announcements() -> Announcements:
@@ -136,7 +190,7 @@ def _connect(host: str, port: int, process: int) -> Announcements:
 
 
 def superseded() -> bool:
-    """Whether another rank was lost, so that the ranks of this attempt will never be complete."""
+    """Whether the launcher has announced another attempt: the ranks of this one will never be complete."""
     number = number_of()
     return number is not None and announcements().newest() > number
 
@@ -145,3 +199,34 @@ def refuse_superseded() -> None:
     """Raise if another rank was lost."""
     if superseded():
         raise PipelineError("another rank was lost while the job recovered from the loss of one")
+
+
+def next_place(number: int) -> Attempt | None:
+    """Wait for an attempt after this one that gives this process a rank, and take it; None once there is no other."""
+    launcher, seat = announcements(), own_seat()
+    while True:
+        newest = launcher.newest()
+        if newest > number:
+            number, attempt = newest, launcher.read(newest)
+            place = attempt.place(seat)
+            if place is not None:
+                os.environ.update(place)
+                return attempt
+            launcher.arrive(seat, number)
+        elif launcher.over():
+            return None
+        time.sleep(POLL)
+
+
+def take_place() -> bool:
+    """Wait for a rank where this process was started without one; return whether it has one."""
+    number, seat = number_of(), own_seat()
+    if number is None or (number == 0 and "RANK" in os.environ):
+        return True
+    launcher = announcements()
+    place = launcher.read(number).place(seat) if number else None
+    if place is not None:
+        os.environ.update(place)
+        return True
+    launcher.arrive(seat, number)
+    return next_place(number) is not None

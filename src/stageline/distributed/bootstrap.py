@@ -209,7 +209,7 @@ def _join(deadline: float) -> None:
     attempt = attempts.number_of()
     if attempt is not None:
         attempts.refuse_superseded()
-        attempts.announcements().arrive(rank, attempt)
+        attempts.announcements().arrive(attempts.own_seat(), attempt)
         store = PrefixStore(f"attempt/{attempt}", store)
     channel = open_channel(PrefixStore("stageline", store), rank, ranks, deadline)
     verdict = _await_everyone(channel.control, timeout=2 * deadline + 10)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 
 import torch.distributed as dist
 
 from stageline.common.errors import StagelineError
-from stageline.distributed.attempts import Announcements, Attempt, announcements, number_of
+from stageline.distributed.attempts import POLL, Attempt, announcements, next_place, number_of, own_seat
 from stageline.distributed.bootstrap import final_verdict, leave_channels
 from stageline.distributed.process_exit import keep_groups
 
@@ -22,7 +21,7 @@ DOUBT = 1.0
 def rejoin(error: Exception) -> Attempt:
     """Leave a job that lost a rank, and wait until its launcher has replaced it; or raise the error.
 
-    A rank calls this when a step fails. Where the launcher restarts lost ranks (`max_restarts`), it returns as soon as
+    A rank calls this when a step fails. Where the launcher replaces lost ranks (`max_restarts`), it returns as soon as
     the replacement starts: create a new `Pipeline`, load your last checkpoint and train on. Where no rank was lost, or
     nothing replaces it, the error is raised.
 
@@ -33,24 +32,19 @@ def rejoin(error: Exception) -> Attempt:
     number = number_of()
     if number is None or not isinstance(error, StagelineError | RuntimeError | OSError):
         raise error
-    launcher = announcements()
-    _report(launcher, number)
-    end = time.monotonic() + (DOUBT if final_verdict() is None else DECISION)
+    launcher, verdict = announcements(), final_verdict()
+    if verdict is not None and verdict.kind in ("frozen", "died"):
+        launcher.blame(own_seat(), number, verdict.culprit)  # one that froze is still a process
+    end = time.monotonic() + (DOUBT if verdict is None else DECISION)
     while launcher.newest() <= number:
         if time.monotonic() > end or launcher.over():
             raise error
-        time.sleep(0.02)
-    attempt = launcher.read(launcher.newest())
+        time.sleep(POLL)
     leave()
-    os.environ.update(attempt.environment)
+    attempt = next_place(number)
+    if attempt is None:
+        raise error
     return attempt
-
-
-def _report(launcher: Announcements, number: int) -> None:
-    """Tell the launcher which rank is lost: one that froze is still a process."""
-    verdict = final_verdict()
-    if verdict is not None and verdict.kind in ("frozen", "died"):
-        launcher.blame(int(os.environ["RANK"]), number, verdict.culprit)
 
 
 def leave() -> None:

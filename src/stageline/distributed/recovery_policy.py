@@ -8,8 +8,6 @@ from stageline.common.errors import StagelineError, nearest, shorten
 
 ACTIONS = ("restart", "spare", "shrink_replicas", "replan")
 """What may be done about a lost rank."""
-BUILT = ("restart", "spare")
-"""What this version can do."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +20,13 @@ class Recovery:
 
     max_restarts: int = 0
     on_loss: tuple[str, ...] = ("restart", "spare")
+    spares: int = 0
+    """Processes that wait to take the place of a lost rank."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.max_restarts, bool) or not isinstance(self.max_restarts, int) or self.max_restarts < 0:
-            raise StagelineError(f"max_restarts is a number of restarts, at least 0; got {shorten(self.max_restarts)}")
+        for name, value in (("max_restarts", self.max_restarts), ("spares", self.spares)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise StagelineError(f"{name} is a whole number, at least 0; got {shorten(value)}")
         for error in action_errors(self.on_loss):
             raise StagelineError(f"on_loss {error}")
 
@@ -42,8 +43,4 @@ def action_errors(actions: tuple[str, ...]) -> list[str]:
     ([], ["has 'restrat' (did you mean 'restart'?); it may have restart, spare, shrink_replicas, replan"])
     """
     unknown = [action for action in actions if action not in ACTIONS]
-    missing = [action for action in actions if action in ACTIONS and action not in BUILT]
-    return [
-        *(f"has {action!r}{nearest(action, ACTIONS)}; it may have {', '.join(ACTIONS)}" for action in unknown),
-        *(f"has {action!r}, which this version cannot do yet; it may have {', '.join(BUILT)}" for action in missing),
-    ]
+    return [f"has {action!r}{nearest(action, ACTIONS)}; it may have {', '.join(ACTIONS)}" for action in unknown]

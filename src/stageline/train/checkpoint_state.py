@@ -106,7 +106,7 @@ def job_state(setup: Setup, progress: TrainingProgress, scale: LossScale) -> dic
     return {
         "config": to_dict(setup.config),
         "data": setup.loader.state_dict(progress.position),
-        "per_step": setup.batches.per_step,
+        "per_step": setup.nominal_per_step,
         "scale": scale.state(),
         "pipeline_steps": setup.pipe.steps,
         "best": progress.best_loss if math.isfinite(progress.best_loss) else 1e308,
@@ -120,7 +120,7 @@ def job_state(setup: Setup, progress: TrainingProgress, scale: LossScale) -> dic
 def resume(checkpoint: Checkpoint, setup: Setup, optimizer: Optimizer, scale: LossScale) -> TrainingProgress:
     """Load weights, optimizer, loss scale, position and random numbers from a checkpoint."""
     check_model(setup.pipe, checkpoint)
-    state, per_step = checkpoint.state, setup.batches.per_step
+    state, per_step = checkpoint.state, setup.nominal_per_step
     if state["per_step"] != per_step:
         raise StagelineError(
             f"{checkpoint.path} was trained with {state['per_step']} samples in a step, and this job has "

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from stageline.common.errors import StagelineError
+from stageline.distributed.attempts import SEAT
 from stageline.distributed.bootstrap import check_environment
 from stageline.train.config.config import Config
 from stageline.train.config.ranks import REPLICAS, SHARDS, TENSORS, count_gpus, find_degrees
@@ -110,7 +111,9 @@ def find_job_layout(config: Config) -> JobLayout:
             f"{degrees.processes}, or set the degrees so that their product is {processes}"
         )
     rank = dist.get_rank() if grouped else int(os.environ["RANK"])
-    device = _device(int(os.environ.get("LOCAL_RANK", rank if grouped else 0)))
+    # Where other ranks were lost, the number of this one changes, and its GPU does not.
+    local_rank = os.environ.get(SEAT) or os.environ.get("LOCAL_RANK")
+    device = _device(int(local_rank) if local_rank else rank if grouped else 0)
     return JobLayout(ranks, replicas * shards, processes, rank, device, shards, tensors)
 
 

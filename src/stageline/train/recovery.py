@@ -6,26 +6,56 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from stageline.common.errors import StagelineError
-from stageline.distributed.attempts import MEMORY, Attempt, announcements, number_of
+from stageline.distributed.attempts import MEMORY, Attempt, announcements, number_of, own_seat, superseded
 from stageline.distributed.launchers.replacements import SLOTS
-from stageline.distributed.rank_host import RankHost
+from stageline.distributed.rank_host import RankHost, decide_together
 from stageline.distributed.recovery import rejoin
 from stageline.runtime.pipeline import Pipeline
 from stageline.tensors.sharded import is_sharded
+from stageline.train.config.config import Config
+from stageline.train.layout import JobLayout, batch_sizes
 from stageline.train.optimizers import Optimizer
 from stageline.train.snapshots import Snapshots
 
 SHARE = 0.02
 """The share of the time of a step that copies of the state may take, unless an interval is set."""
-SMOOTH = 0.2
-"""The weight of the last step in the average cost of a copy."""
+RECENT = 5
+"""How many copies and steps are compared: the fastest of each, because a busy machine delays some of them."""
+
+
+class RankReturns(StagelineError):
+    """Raised by all ranks at the end of a step, to meet again with ranks that come back."""
+
+
+def config_for(config: Config, layout: JobLayout, processes: int) -> Config:
+    """The config of a job that has lost some of its processes: with the replicas that are left, or with fewer ranks.
+
+    >>> layout = JobLayout(2, 3, 6, 0, torch.device("cpu"))
+    >>> config_for(Config(), layout, 4).parallelism.data_parallel_replicate_degree
+    2
+    >>> config_for(Config(), JobLayout(4, 1, 4, 0, torch.device("cpu")), 3).parallelism.pipeline_parallel_degree
+    3
+    """
+    if processes == layout.processes:
+        return config
+    replicas = processes // layout.ranks if layout.replicas > 1 else 1
+    parallelism = replace(
+        config.parallelism,
+        pipeline_parallel_degree=processes // replicas,
+        data_parallel_replicate_degree=replicas,
+    )
+    batch = batch_sizes(config, layout.replicas).per_step // layout.replicas * replicas
+    training = replace(config.training, global_batch_size=batch if config.training.global_batch_size else 0)
+    return replace(config, parallelism=parallelism, training=training)
 
 
 class JobRecovery:
@@ -36,21 +66,33 @@ class JobRecovery:
         number = number_of() or 0
         self.attempt: Attempt | None = announcements().read(number) if number else None
         """The current attempt; None in the first."""
-        self._snapshots = _own_snapshots()
+        self._snapshots = _snapshots_of(own_seat())
         self._fixed, self._interval = memory_interval, max(1, memory_interval)
         self._last: int | None = None
-        self._cost = self._step_seconds = 0.0
+        self._copy_seconds: deque[float] = deque(maxlen=RECENT)
+        self._step_seconds: deque[float] = deque(maxlen=RECENT)
         self._copies, self._moment = 0, 0.0
 
     def rejoin(self, error: Exception) -> None:
         """Join the next attempt if a rank was lost and is replaced; else raise the error."""
         self.attempt = rejoin(error)
+        self._snapshots = None if self._snapshots is None else _snapshots_of(own_seat())
         self._last, self._moment, self._copies = None, 0.0, 0
 
-    def complete(self) -> None:
-        """Tell the launcher that the job trains again."""
-        if self.attempt is not None:
-            announcements().complete(self.attempt.number)
+    def begin(self, layout: JobLayout) -> None:
+        """Tell the launcher that the job trains, and what it could do without: replicas, or some ranks."""
+        number = number_of()
+        if number is None or not layout.main:
+            return
+        plain = layout.shards == layout.tensors == 1
+        announcements().describe(
+            per_replica=layout.ranks if plain and layout.replicas > 1 else 0, replans=plain and layout.replicas == 1
+        )
+        announcements().complete(number)
+
+    def has_place(self) -> bool:
+        """Whether the launcher has announced another attempt, for a rank that comes back."""
+        return number_of() is not None and superseded()
 
     # Copies of the state.
 
@@ -62,25 +104,24 @@ class JobRecovery:
         """Copy the state after a step to host memory."""
         if self._snapshots is None:
             return
+        began = time.perf_counter()
         tensors = state_tensors(pipe, optimizer)
         if any(map(is_sharded, tensors.values())):  # a rank that is replaced loads the newest checkpoint
             self._snapshots = None
             return
-        began = time.perf_counter()
         self._snapshots.write(step, tensors, state)
         now = time.perf_counter()
         if self._copies >= SLOTS and self._last is not None:  # the first ones allocate the memory
-            first = self._copies == SLOTS
-            self._cost = _average(self._cost, now - began, first)
-            self._step_seconds = _average(self._step_seconds, (began - self._moment) / (step - self._last), first)
+            self._copy_seconds.append(now - began)
+            self._step_seconds.append((began - self._moment) / (step - self._last))
         self._last, self._moment, self._copies = step, now, self._copies + 1
 
     @property
     def wanted_interval(self) -> float:
         """The interval that keeps the cost of copies on this rank below 2%."""
-        if self._fixed or self._step_seconds <= 0:
+        if self._fixed or len(self._step_seconds) < RECENT:
             return float(max(1, self._fixed))
-        return float(max(1, math.ceil(self._cost / (SHARE * self._step_seconds))))
+        return max(1.0, math.ceil(min(self._copy_seconds) / (SHARE * min(self._step_seconds))))
 
     def agree_on_interval(self, wanted: float) -> None:
         """Use the largest interval that any rank wants; all ranks call this with the same number."""
@@ -88,32 +129,48 @@ class JobRecovery:
 
     # The return to a state.
 
-    def common_step(self, host: RankHost, processes: int) -> int | None:
-        """The newest step whose state every rank has in memory; None if there is none."""
-        row = np.full(SLOTS, -1.0)
-        steps = [] if self._snapshots is None else self._snapshots.steps()
-        row[: len(steps)] = steps
-        rows = host.all_gather(row).reshape(processes, SLOTS)
-        common = set.intersection(*(set(row.tolist()) for row in rows)) - {-1.0}
-        return int(max(common)) if common else None
+    def common_step(self, host: RankHost) -> int | None:
+        """The newest step whose state all ranks that trained have in memory; None if there is none."""
+        seats = () if self.attempt is None else self.attempt.before
+
+        def choose() -> int | None:
+            known = [set(() if own is None else own.steps()) for own in map(_snapshots_of, seats)]
+            return max(set.intersection(*known), default=None) if known else None
+
+        step: int | None = decide_together(host, choose)
+        return step
 
     def restore(self, step: int, pipe: Pipeline, optimizer: Optimizer) -> Any:
-        """Load the state of a step from host memory; return what was kept with it."""
-        assert self._snapshots is not None
-        tensors, state = self._snapshots.read(step)
+        """Load the state of a step from host memory; return what was kept with it.
+
+        A process that did not train at that step, or holds other stages now, finds the tensors in the memory of others.
+        """
+        assert self.attempt is not None
+        own = _snapshots_of(own_seat())
+        if own is not None and step in own.steps():
+            tensors, state = own.read(step)
+            if holds_all(tensors, pipe):
+                load_tensors(tensors, pipe, optimizer)
+                return state
+        tensors = {}
+        for seat in reversed(self.attempt.before):
+            snapshots = _snapshots_of(seat)
+            assert snapshots is not None
+            others, state = snapshots.read(step)
+            tensors |= others
         load_tensors(tensors, pipe, optimizer)
         return state
 
 
-def _average(before: float, now: float, first: bool) -> float:
-    return now if first else (1 - SMOOTH) * before + SMOOTH * now
-
-
-def _own_snapshots() -> Snapshots | None:
+def _snapshots_of(seat: int) -> Snapshots | None:
     paths = os.environ.get(MEMORY, "").split(os.pathsep) if number_of() is not None else []
-    rank = int(os.environ.get("RANK", "0"))
-    own = paths[rank * SLOTS : (rank + 1) * SLOTS]
+    own = paths[seat * SLOTS : (seat + 1) * SLOTS]
     return Snapshots(own) if len(own) == SLOTS else None
+
+
+def holds_all(tensors: Mapping[str, Tensor], pipe: Pipeline) -> bool:
+    """Whether a state has all parameters of this process."""
+    return all(f"parameter {name}" in tensors for name, _ in pipe.named_parameters())
 
 
 def state_tensors(pipe: Pipeline, optimizer: Optimizer) -> dict[str, Tensor]:

@@ -73,10 +73,19 @@ class Setup:
         """Whether the folder holds a run to resume."""
         self.notes: list[str] = []
         """Sentences to print before the first step."""
+        self.nominal_per_step = 0
+        """Samples of an optimizer step while no replica is lost."""
+
+    def for_layout(self, config: Config, layout: JobLayout) -> Setup:
+        """The same job with fewer or more processes; keeps the data that is open."""
+        setup = Setup(config, layout, self.folder, self._model, self._loss_fn, getattr(self, "data", self._data))
+        setup.nominal_per_step = self.nominal_per_step
+        return setup
 
     def prepare(self) -> None:
         """Run the start-up, step by step. All processes call this together, and communicate where a line says so."""
         self.batches = batch_sizes(self.config, self.layout.replicas)
+        self.nominal_per_step = self.nominal_per_step or self.batches.per_step
         precision_note = self._disable_broken_kernels()
         self._join_processes()  # communicates
         if not hasattr(self, "data"):  # else this process survived the loss of another one

@@ -40,7 +40,7 @@ from stageline.train.events import Logs, read_metrics
 from stageline.train.layout import JobLayout, find_job_layout
 from stageline.train.optimizers import Optimizer, outer_parameters, rate
 from stageline.train.output import Output
-from stageline.train.recovery import JobRecovery
+from stageline.train.recovery import JobRecovery, RankReturns, config_for
 from stageline.train.run_folder import FLIGHT, METRICS, RunFolder
 from stageline.train.screen import put
 from stageline.train.setup import Setup, in_config_words
@@ -114,10 +114,11 @@ class Trainer:
         self.progress = TrainingProgress()
         self._on_step = on_step
         self.recovery = JobRecovery(self.config.recovery.memory_interval)
+        self._full_config, self._full_layout = self.config, self.layout
         self._loss: float | None = None
         self._validation_loss: float | None = None
         self._reported = 0
-        self._training = False
+        self._training = self._begins = self._rank_returns = False
 
     @property
     def step(self) -> int:
@@ -137,9 +138,8 @@ class Trainer:
     def run(self) -> Result:
         """Train until the last step, the time limit, an early stop or a signal; every process calls this."""
         self._started = time.monotonic()
-        flights, steps = flights_into(self.folder.path / FLIGHT), self.config.training.steps
-        logs = Logs(self.config, self.folder.path, main=self.layout.main, total_steps=steps)
-        with _process_settings(self.config, self.layout), flights, StopSignals() as self._stop, logs as self.logs:
+        flights, self.logs = flights_into(self.folder.path / FLIGHT), self._new_logs()
+        with _process_settings(self.config, self.layout), flights, StopSignals() as self._stop:
             while True:
                 try:
                     return self._attempt()
@@ -148,26 +148,46 @@ class Trainer:
                         continue
                     if self._training:
                         self.logs.event("end", step=self.step, why=f"failed: {type(error).__name__}: {error}")
+                    self.logs.close()
                     raise
                 finally:
                     self.folder.release()
+
+    def _new_logs(self) -> Logs:
+        steps = self.config.training.steps
+        return Logs(self.config, self.folder.path, main=self.layout.main, total_steps=steps)
 
     def _attempt(self) -> Result:
         """Start the job, or start it again in this process after another one was lost, and train to the end."""
         self.setup.prepare()
         resumed = self._prepare()
         why = self._is_complete() and self._why_no_more_steps()
-        return self._report_complete(why) if why else self._run(resumed)
+        result = self._report_complete(why) if why else self._run(resumed)
+        self.logs.close()
+        return result
 
     def _recovers(self, error: Exception) -> bool:
         """Whether the launcher replaces a rank that was lost; then this process has joined the next attempt."""
         reported = self.progress.step
+        self.folder.release()  # another process may be the first one now
         try:
             self.recovery.rejoin(error)
         except Exception:
             return False
         self._reported = max(self._reported, reported)
+        self._follow_layout()
         return True
+
+    def _follow_layout(self) -> None:
+        """Take the place of this process in the next attempt, which may have fewer replicas or ranks."""
+        self.config = config_for(self._full_config, self._full_layout, int(os.environ["WORLD_SIZE"]))
+        layout = find_job_layout(self.config)
+        if layout != self.layout:
+            if layout.main != self.layout.main:
+                self.logs.close()
+            main, self.layout = self.layout.main, layout
+            self.logs = self.logs if layout.main == main else self._new_logs()
+            self.setup = self.setup.for_layout(self.config, layout)
 
     # Before the first step.
 
@@ -178,7 +198,7 @@ class Trainer:
         load_step = config.checkpoint.load_step
         checkpoint = None
         recovers = self.recovery.attempt is not None
-        in_memory = self.recovery.common_step(self.host, self.layout.processes) if recovers else None
+        in_memory = self.recovery.common_step(self.host) if recovers else None
         where = checkpoint_folder(self.folder.path, config.checkpoint.folder)
         # A run whose checkpoints are in an object store may resume on a host without its folder.
         resumes = setup.resumes or is_remote(where)
@@ -215,6 +235,7 @@ class Trainer:
         self._restored = (
             "memory" if in_memory is not None else "a checkpoint" if checkpoint is not None else "the start"
         )
+        self._restored_step = self.progress.step
         self.validation = self._make_validation()
         return checkpoint is not None or recovers
 
@@ -278,9 +299,7 @@ class Trainer:
         if self.recovery.attempt is None:
             self.output.begin(resumed)
             self.logs.event("start", step=progress.step, resumed=resumed)
-        else:
-            self._report_recovery(self.recovery.attempt)
-        self._training = True
+        self._training, self._begins = True, True
         checkpoints = JobCheckpoints(setup, self.optimizer, self.logs)
         batches = Prefetch(
             setup.loader,
@@ -293,22 +312,32 @@ class Trainer:
             why = self._loop()
             self.checkpoints.finish()
             self.output.finish(progress.step, why)
+        self._begin()
         self.logs.event("end", step=progress.step, why=why)
         self.output.report()
         return Result(progress.step, why, self._loss, self._validation_loss, self.folder.path)
 
+    def _begin(self) -> None:
+        """After the first step of an attempt: tell the launcher, and log what was lost and what was done."""
+        if self._begins:
+            self._begins = False
+            if self.recovery.attempt is not None:
+                self._report_recovery(self.recovery.attempt)
+            self.recovery.begin(self.layout)
+
     def _report_recovery(self, attempt: Attempt) -> None:
-        """Log what was lost and what was done; the steps that follow, up to the first new one, are marked with it."""
-        step = self.progress.step
+        """Log a recovery; the steps up to the first new one are marked with it."""
+        step = self._restored_step
         if self.layout.main:
             earlier = (
                 read_metrics(self.folder.path / METRICS).of("step") if (self.folder.path / METRICS).is_file() else []
             )
             self._reported = max([self._reported, *(row["step"] for row in earlier)])
-            self.recovery.complete()
         recovery = {"lost": list(attempt.lost), "action": attempt.action, "seconds": time.time() - attempt.moment}
-        self.logs.event("recovery", step=step, attempt=attempt.number, state=self._restored, **recovery)
-        self.output.mark_steps(self._reported + 1, recovery)
+        layout = {"ranks": self.layout.ranks, "replicas": self.layout.replicas}
+        self.logs.event("recovery", step=step, attempt=attempt.number, state=self._restored, **recovery, **layout)
+        is_smaller = self.layout.replicas < self._full_layout.replicas
+        self.output.mark_steps(self.config.training.steps if is_smaller else self._reported + 1, recovery)
 
     def _loop(self) -> str:
         """Train, validate and save until a step is the last one; return why."""
@@ -333,7 +362,9 @@ class Trainer:
                 self._save(background=not why and config.checkpoint.async_mode == "async")
             if why:
                 return why
-            self._copy_state()
+            self._copy_state(force=self._rank_returns)
+            if self._rank_returns:
+                raise RankReturns("the ranks of a replica are back")
 
     def _save(self, *, background: bool) -> None:
         state = job_state(self.setup, self.progress, self.scale)
@@ -349,9 +380,9 @@ class Trainer:
             )
         )
 
-    def _copy_state(self) -> None:
+    def _copy_state(self, *, force: bool = False) -> None:
         """Copy the state of this process to host memory, from which a lost rank is restored."""
-        if self.recovery.is_due(self.progress.step):
+        if force or self.recovery.is_due(self.progress.step):
             state = job_state(self.setup, self.progress, self.scale)
             self.recovery.copy_state(self.progress.step, self.pipe, self.optimizer, state)
 
@@ -364,6 +395,7 @@ class Trainer:
         steps = self._continuous_steps() if self.config.training.continuous_steps else self._single_step()
         for fraction, result in steps:
             self._stop.begin()
+            self._begin()
             self.progress.step += 1
             self.progress.position += self.setup.batches.per_step
             self._loss = result.loss
@@ -421,14 +453,18 @@ class Trainer:
         """Return why to stop: a signal to any process, or the time limit; all processes get the same answer."""
         limit = self.config.training.time_limit * 60
         timed_out = self.layout.main and limit > 0 and time.monotonic() - self._started > limit
-        flags = np.zeros((self.layout.processes, 4))
-        flags[self.layout.rank] = self._stop.number, timed_out, self.checkpoints.failed, self.recovery.wanted_interval
+        is_smaller = self.layout.processes < self._full_layout.processes
+        returns = self.layout.main and is_smaller and self.recovery.has_place()
+        row = (self._stop.number, timed_out, self.checkpoints.failed, self.recovery.wanted_interval, returns)
+        flags = np.zeros((self.layout.processes, len(row)))
+        flags[self.layout.rank] = row
         if self.layout.processes > 1:
-            flags = self.host.all_reduce(flags.reshape(-1)).reshape(-1, 4)
+            flags = self.host.all_reduce(flags.reshape(-1)).reshape(-1, len(row))
         if flags[:, 2].any():
             self.checkpoints.fail(int(flags[:, 2].argmax()))
-        number, any_timed_out, _, interval = flags.max(axis=0)
+        number, any_timed_out, _, interval, any_returns = flags.max(axis=0)
         self.recovery.agree_on_interval(interval)
+        self._rank_returns = bool(any_returns)
         if number:
             return f"stopped by {signal.Signals(int(number)).name}"
         return "time limit" if any_timed_out else ""

@@ -14,6 +14,7 @@ from torch import nn
 
 import stageline as sl
 from stageline.cli.app import run
+from stageline.distributed import attempts
 from stageline.distributed.launchers.launcher import Job
 from stageline.distributed.launchers.processes import ProcessLauncher
 from stageline.testing import exercise_launcher
@@ -55,6 +56,32 @@ def stop_or_wait(folder: str) -> None:
     while not mark.exists():
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def loses_a_rank() -> tuple[int, int, float]:
+    """Rank 1 dies in the first attempt. Rank 0 rejoins; rank 2 ends with the error, and is called again."""
+    started = attempts.number_of() or 0
+    while True:
+        try:
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+            pipe = sl.Pipeline(model, loss_fn=nn.functional.mse_loss, schedule="1f1b", microbatches=2, deadline=30)
+            pipe.step(torch.ones(4, 4), torch.ones(4, 4))
+            if os.environ["RANK"] == "1" and attempts.number_of() == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return started, os.getpid(), pipe.step(torch.ones(4, 4), torch.ones(4, 4)).loss
+        except sl.PipelineError as error:
+            if os.environ["RANK"] == "2":
+                raise
+            sl.rejoin(error)
+
+
+def test_a_rank_that_dies_is_started_again_and_those_that_rejoin_keep_their_process() -> None:
+    results = sl.launch(loses_a_rank, processes=3, max_restarts=1, timeout=100)
+    assert [started for started, _, _ in results] == [0, 1, 1]
+    assert len({loss for _, _, loss in results}) == 1
+    with pytest.raises(sl.StagelineError, match=r"on_loss has 'restrat' \(did you mean 'restart'\?\); it may have"):
+        sl.launch(loses_a_rank, processes=3, max_restarts=1, on_loss=["restrat"])
 
 
 class OddError(Exception):

@@ -72,6 +72,7 @@ def launch(
     timeout: float | None = None,
     max_restarts: int = 0,
     on_loss: Sequence[str] = ("restart", "spare"),
+    spares: int = 0,
 ) -> list[Any]:
     """Call `function(*arguments)` on every rank of a new job, and return the results by rank.
 
@@ -86,7 +87,8 @@ def launch(
 
     With `max_restarts`, a rank that dies is started again, that many times in all. The others get a `PipelineError`:
     a function that calls `sl.rejoin` with it keeps its process and joins the new rank; any other ends, and is called
-    again, too. `on_loss` lists what may be done about a lost rank (see docs/recovery.md).
+    again, too. `on_loss` lists what may be done about a lost rank, and `spares` is the number of processes that wait to
+    take its place (see docs/recovery.md).
     If a rank raises an exception, dies, or the job takes longer than `timeout` seconds, the other ranks are ended and
     a `LaunchError` names the rank that failed first.
 
@@ -101,7 +103,7 @@ def launch(
     if timeout is not None and not timeout > 0:
         raise StagelineError(f"timeout is a number of seconds above 0, or None; got {shorten(timeout)}")
     variables = {str(name): str(value) for name, value in (environment or {}).items()}
-    recovery = Recovery(max_restarts, tuple(on_loss))
+    recovery = Recovery(max_restarts, tuple(on_loss), spares)
     job = Job(function, arguments, processes, variables, timeout, recovery=recovery)
     outcomes = find_launcher(launcher).run(job)
     culprit = first_failure(outcomes)

@@ -17,7 +17,7 @@ import torch
 from stageline.common.errors import StagelineError
 from stageline.common.trust import secret_variables
 from stageline.distributed._torch_private import TCPStore
-from stageline.distributed.attempts import MEMORY, NUMBER, Announcements
+from stageline.distributed.attempts import MEMORY, NUMBER, SEAT, Announcements, Attempt, take_place
 from stageline.distributed.launchers.fork_server import Child, ForkServer, read_answer, shared_server
 from stageline.distributed.launchers.launcher import Job, Outcome
 from stageline.distributed.launchers.replacements import Replacements, host_memory
@@ -64,6 +64,7 @@ class ProcessLauncher:
             variables = {NUMBER: "0", MEMORY: os.pathsep.join(memory)} if recovers else {}
             try:
                 ranks.start([{**place, **variables} for place in place_variables(job, store.port)])
+                ranks.start_spares(job.recovery.spares if recovers else 0)
                 return ranks.wait()
             finally:
                 ranks.kill()
@@ -115,6 +116,7 @@ class _Ranks:
         self._environments: list[Mapping[str, str]] = []
         self._folders: dict[int, Path] = {}
         self._running: dict[int, Child] = {}
+        self._spares: dict[int, Child] = {}
         self._outcomes: list[Outcome] = []
         self._late = ""
 
@@ -123,14 +125,26 @@ class _Ranks:
         for rank in range(len(environments)):
             self._start(rank)
 
-    def _start(self, rank: int, variables: Mapping[str, str] | None = None) -> None:
-        folder = self._folders[rank] = Path(tempfile.mkdtemp(prefix=f"{rank}-", dir=self._folder))
-        self._running[rank] = self._server.call(
+    def start_spares(self, count: int) -> None:
+        """Start processes that wait for the place of a lost rank; they are numbered after the ranks."""
+        for number in range(self._job.processes, self._job.processes + count):
+            place = ("RANK", "LOCAL_RANK")
+            environment = {name: value for name, value in self._environments[0].items() if name not in place}
+            self._spares[number] = self._call(number, {**environment, SEAT: str(number)})
+            self._replacements.spares.append(number)  # type: ignore[union-attr]
+
+    def _start(self, rank: int, attempt: int = 0) -> None:
+        variables = {} if self._replacements is None else {NUMBER: str(attempt), SEAT: str(rank)}
+        self._running[rank] = self._call(rank, {**self._environments[rank], **variables})
+
+    def _call(self, number: int, environment: Mapping[str, str]) -> Child:
+        folder = self._folders[number] = Path(tempfile.mkdtemp(prefix=f"{number}-", dir=self._folder))
+        return self._server.call(
             run_rank,
             (self._job.function, self._job.arguments),
-            environment={**self._environments[rank], **(variables or {})},
+            environment=environment,
             folder=folder,
-            log=None if self._logs is None else self._logs / f"rank-{rank}.log",
+            log=None if self._logs is None else self._logs / f"rank-{number}.log",
             answers=self._job.returns,
         )
 
@@ -152,6 +166,8 @@ class _Ranks:
                 self._server.read_events(2.0)
                 self._collect()
                 self.kill()
+        missing = set(range(self._job.processes)) - {outcome.rank for outcome in self._outcomes}
+        self._outcomes += [Outcome(rank, moment=time.monotonic()) for rank in missing]  # the job went on without it
         return sorted(self._outcomes, key=lambda outcome: outcome.moment)
 
     def _recover(self) -> bool:
@@ -160,13 +176,26 @@ class _Ranks:
             return False
         for rank in self._replacements.blamed() & set(self._running):
             self._running[rank].signal(signal.SIGKILL)
-        attempt = self._replacements.next(self._outcomes, self._running) if self._outcomes else None
-        if attempt is None:
-            return False
-        self._outcomes = [outcome for outcome in self._outcomes if outcome.rank not in attempt.replaced]
+        for number in [number for number, child in self._spares.items() if child.poll() is not None]:
+            del self._spares[number]
+            self._replacements.spares = [spare for spare in self._replacements.spares if spare != number]
+        attempt = self._replacements.next(self._outcomes, self._running)
+        if attempt is not None:
+            self._follow(attempt)
+        elif self._running and not self._running.keys() & self._replacements.active:
+            self.kill()  # those that wait for a place in a job that has ended
+            self._outcomes = [outcome for outcome in self._outcomes if outcome.rank in self._replacements.active]
+        return attempt is not None
+
+    def _follow(self, attempt: Attempt) -> None:
+        """Start the processes of an attempt; spare ones are there already."""
+        kept = attempt.ranks.keys() - set(attempt.replaced)
+        self._outcomes = [outcome for outcome in self._outcomes if outcome.rank in kept]
+        for spare, rank in attempt.spares.items():
+            self._running[rank], self._folders[rank] = self._spares.pop(spare), self._folders[spare]
         for rank in attempt.replaced:
-            self._start(rank, attempt.environment)
-        return True
+            if rank not in attempt.spares.values():
+                self._start(rank, attempt.number)
 
     def _collect(self) -> None:
         for rank, child in list(self._running.items()):
@@ -193,13 +222,17 @@ class _Ranks:
     def kill(self) -> None:
         """Kill what still runs."""
         self._end(signal.SIGKILL)
-        for child in self._running.values():
+        for child in self._spares.values():
+            child.signal(signal.SIGKILL)
+        for child in (*self._running.values(), *self._spares.values()):
             child.wait(timeout=60)
         self._collect()
 
 
 def run_rank(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """What a forked rank does before the function: what a new interpreter would have read or drawn for itself."""
+    if not take_place():  # a spare one that nobody needed
+        return None
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads) > 0:
         torch.set_num_threads(int(threads))

@@ -8,11 +8,12 @@ import tempfile
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import torch
 
 from stageline.common.errors import PipelineError, TransportError
-from stageline.distributed.attempts import NUMBER, Announcements, Attempt
+from stageline.distributed.attempts import Announcements, Attempt
 from stageline.distributed.launchers.launcher import Outcome
 from stageline.distributed.recovery_policy import Recovery
 
@@ -35,71 +36,144 @@ class Replacements:
     (None, 'rank 1 was killed by SIGKILL, and max_restarts is 1')
     """
 
-    def __init__(self, policy: Recovery, ranks: int, announcements: Announcements) -> None:
-        self._policy, self._ranks, self._announcements = policy, ranks, announcements
-        self._started = dict.fromkeys(range(ranks), 0)
-        """The attempt for which the process of each rank was started."""
-        self._attempt: Attempt | None = None
+    def __init__(self, policy: Recovery, seats: int, announcements: Announcements) -> None:
+        self._policy, self._seats, self._announcements = policy, seats, announcements
+        self._started = dict.fromkeys(range(seats), 0)
+        """The attempt for which the process of each seat was started."""
+        self._attempt = Attempt(0, (), "", 0.0, {seat: seat for seat in range(seats)})
+        self._losses = 0
+        self.spares: list[int] = []
+        """The spare processes that wait."""
         self.given_up = ""
         """Why there will be no other attempt."""
 
     @property
     def number(self) -> int:
         """The current attempt."""
-        return 0 if self._attempt is None else self._attempt.number
+        return self._attempt.number
+
+    @property
+    def active(self) -> Collection[int]:
+        """The seats that take part in the current attempt."""
+        return self._attempt.ranks.keys()
 
     def blamed(self) -> set[int]:
-        """The ranks that others have given up, for example because they froze."""
-        return set() if self.given_up else self._announcements.blamed(self._ranks, self.number)
+        """The seats of ranks that others have given up, for example because they froze."""
+        if self.given_up:
+            return set()
+        culprits = self._announcements.blamed(self._seats, self.number)
+        return {seat for seat, rank in self._attempt.ranks.items() if rank in culprits}
 
     def next(self, outcomes: Sequence[Outcome], running: Collection[int]) -> Attempt | None:
-        """The attempt in which ranks that ended are to be started; None if none is."""
+        """The attempt in which seats get new processes or ranks; None if nothing changes."""
         if self.given_up:
             return None
         lost = [outcome for outcome in outcomes if is_loss(outcome)]
         own = [outcome for outcome in outcomes if outcome.failure and not (is_loss(outcome) or _follows(outcome))]
         if own:
             self._give_up(f"rank {own[0].rank} failed by itself")
-        elif lost and self.number >= self._policy.max_restarts:
-            self._give_up(f"rank {lost[0].rank} {lost[0].failure}, and max_restarts is {self._policy.max_restarts}")
         elif lost:
-            return self._announce(lost, running)
+            return self._replace(lost, running)
         else:
-            return self._late([outcome.rank for outcome in outcomes])
+            return self._return_to_all(running) or self._late([outcome.rank for outcome in outcomes])
         return None
 
-    def _announce(self, lost: Sequence[Outcome], running: Collection[int]) -> Attempt:
-        number, earlier = self.number + 1, self._attempt
-        if earlier is not None and self._announcements.completed() >= earlier.number:
-            earlier = None
+    def _replace(self, lost: Sequence[Outcome], running: Collection[int]) -> Attempt | None:
+        first = f"rank {lost[0].rank} {lost[0].failure}"
+        self._losses += 1
+        if self._losses > self._policy.max_restarts:
+            self._give_up(f"{first}, and max_restarts is {self._policy.max_restarts}")
+            return None
+        ended = tuple(seat for seat in range(self._seats) if seat not in running)
+        action = self._choose([outcome.rank for outcome in lost], ended)
+        if action is None:
+            self._give_up(f"{first}, and nothing of on_loss ({', '.join(self._policy.on_loss)}) is possible")
+            return None
+        ranks, spares = {seat: seat for seat in range(self._seats)}, dict[int, int]()
+        if action == "spare":
+            spares = dict(zip(self.spares, ended, strict=False))
+            del self.spares[: len(ended)]
+        elif action == "shrink_replicas":
+            ranks = _numbered(self._whole_replicas(ended))
+        elif action == "replan":
+            ranks = _numbered([seat for seat in self.active if seat not in ended])
         sentences = tuple(f"rank {outcome.rank} {_how(outcome)}" for outcome in lost)
-        replaced = tuple(rank for rank in range(self._ranks) if rank not in running)
+        return self._announce(action, sentences, ranks, () if action == "replan" else ended, spares)
+
+    def _choose(self, lost: Sequence[int], ended: Sequence[int]) -> str | None:
+        """The first action of `on_loss` that is possible; a restart that failed is repeated only if nothing else is."""
+        per_replica, replans = self._announcements.shape()
+        trained = self._announcements.completed() >= self.number
+        fails_again = not trained and any(self._started[seat] == self.number > 0 for seat in lost)
+        whole = self._whole_replicas(ended) if per_replica else []
+        possible = {
+            "restart": not fails_again,
+            "spare": len(self.spares) >= len(ended),
+            "shrink_replicas": bool(whole),
+            "replan": replans and any(seat not in ended for seat in self.active),
+        }
+        chosen = [action for action in self._policy.on_loss if possible[action]]
+        return chosen[0] if chosen else "restart" if "restart" in self._policy.on_loss else None
+
+    def _whole_replicas(self, ended: Sequence[int]) -> list[int]:
+        """The seats of the replicas that take part and have lost no process."""
+        size = self._announcements.shape()[0]
+        replicas = [list(range(first, first + size)) for first in range(0, self._seats, size)]
+        return [seat for seats in replicas for seat in seats if self._is_whole(seats, ended)]
+
+    def _is_whole(self, seats: Sequence[int], ended: Sequence[int]) -> bool:
+        return all(seat in self.active and seat not in ended for seat in seats)
+
+    def _return_to_all(self, running: Collection[int]) -> Attempt | None:
+        """After replicas were left out: an attempt with all of them, once their processes are ready."""
+        waiting = [seat for seat in range(self._seats) if seat not in self.active]
+        if self._attempt.action != "shrink_replicas" or not waiting or len(running) < self._seats:
+            return None
+        ready = self._announcements.completed() >= self.number
+        if not (ready and all(self._announcements.arrived(seat, self.number) for seat in waiting)):
+            return None
+        return self._announce("return", self._attempt.lost, {seat: seat for seat in range(self._seats)}, (), {})
+
+    def _announce(
+        self,
+        action: str,
+        sentences: tuple[str, ...],
+        ranks: dict[int, int],
+        replaced: tuple[int, ...],
+        spares: dict[int, int],
+    ) -> Attempt:
+        earlier, trained = self._attempt, self._announcements.completed() >= self.number
         self._attempt = Attempt(
-            number,
-            sentences if earlier is None else earlier.lost + sentences,
-            "restart",
-            time.time() if earlier is None else earlier.moment,
+            earlier.number + 1,
+            sentences if trained else earlier.lost + sentences,
+            action,
+            time.time() if trained else earlier.moment,
+            ranks,
             replaced,
-            {NUMBER: str(number), "TORCHELASTIC_RESTART_COUNT": str(number)},
+            tuple(earlier.ranks) if trained else earlier.before,
+            spares,
         )
-        self._started.update(dict.fromkeys(replaced, number))
+        self._started.update(dict.fromkeys(replaced, self.number))
         self._announcements.make(self._attempt)
         return self._attempt
 
     def _late(self, ended: Sequence[int]) -> Attempt | None:
         """The current attempt, for processes that ended instead of joining it, as a script does that knows no other."""
         number = self.number
-        late = [rank for rank in ended if self._started[rank] < number]
-        late = [rank for rank in late if not self._announcements.arrived(rank, number)]
-        if self._attempt is None or not late:
+        late = [seat for seat in ended if self._started[seat] < number and seat in self.active]
+        late = [seat for seat in late if not self._announcements.arrived(seat, number)]
+        if not late:
             return None
         self._started.update(dict.fromkeys(late, number))
-        self._attempt = Attempt(**{**vars(self._attempt), "replaced": tuple(late)})
-        return self._attempt
+        return replace(self._attempt, replaced=tuple(late), spares={})
 
     def _give_up(self, why: str) -> None:
         self.given_up = why
         self._announcements.end(why)
+
+
+def _numbered(seats: Sequence[int]) -> dict[int, int]:
+    return {seat: rank for rank, seat in enumerate(seats)}
 
 
 def is_loss(outcome: Outcome) -> bool:

@@ -274,8 +274,10 @@ class Recovery:
     max_restarts: NonNegativeInt = _option(3, "How many losses of a rank the job survives; 0 ends it at the first.")
     on_loss: tuple[str, ...] = _option(
         ("restart", "spare"),
-        "What may be done, in this order: restart the lost rank, or let a spare one take its place.",
+        "What may be done, the first that is possible: restart the lost rank; let a spare one take its place; "
+        "shrink_replicas, train with the other replicas until it is back; replan, for the ranks that are left.",
     )
+    spares: NonNegativeInt = _option(0, "Processes that wait to take the place of a lost rank.")
     memory_interval: NonNegativeInt = _option(
         0,
         "Steps between copies of the state in host memory, to which all ranks return after a loss; 0 means every step, "
