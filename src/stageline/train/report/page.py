@@ -82,6 +82,8 @@ def _sections(run: Run) -> Iterator[str]:
     if both:
         seconds = ", in seconds" if run.measured is not None and run.measured.costs is None else ""
         yield f"<section><h2>Timeline, planned and measured{seconds}</h2>{both}</section>"
+    if run.history.of("recovery"):
+        yield f"<section><h2>Recoveries</h2>{_recoveries(run)}</section>"
     yield f"<section><h2>Checkpoints</h2>{_checkpoints(run)}</section>"
     if run.sample:
         yield f"<section><h2>Sample</h2><pre>{escape(run.sample[:MAX_SAMPLE_LENGTH])}</pre></section>"
@@ -111,6 +113,27 @@ def charts_of(run: Run) -> list[Chart]:
         Chart("Memory", "size", single("memory"), zero=True),
         Chart("Loss scale", "count", single("scale"), skewed=True),
     ]
+
+
+def _recoveries(run: Run) -> str:
+    """Return what was lost, what was done and how long it took; steps that were repeated because of it."""
+    steps = run.history.of("step")
+    body = ""
+    for row in run.history.of("recovery")[-MAX_CHECKPOINTS:]:
+        known = {name: row.get(name) for name in ("lost", "action", "seconds")}
+        affected = [step["step"] for step in steps if step.get("recovery") == known]
+        seconds, lost = number_or_none(row.get("seconds")), row.get("lost")
+        cells = (
+            ", ".join(map(str, lost)) if isinstance(lost, list) else "",
+            str(row.get("action", "")),
+            str(row.get("state", "")),
+            "" if seconds is None else format_duration(seconds),
+            f"{affected[0]:,} to {affected[-1]:,}" if affected else "",
+        )
+        body += f'<tr><th scope="row">{row["step"]:,}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
+    names = ("back to step", "lost", "action", "state from", "took", "steps affected")
+    head = "".join(f'<th scope="col">{name}</th>' for name in names)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _checkpoints(run: Run) -> str:
