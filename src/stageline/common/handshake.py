@@ -85,16 +85,16 @@ def open_connection(
         _until_done(secure, link, select.POLLIN, limit)
         challenge = str(_receive(link, limit).get("challenge"))
         nonce, text = new_nonce(), json.dumps(facts, sort_keys=True)
-        said = (__version__, text, challenge, nonce)
-        hello = {"version": __version__, "facts": text, "nonce": nonce, "proof": proof(secret, "opener", *said)}
+        transcript = (__version__, text, challenge, nonce)
+        hello = {"version": __version__, "facts": text, "nonce": nonce, "proof": proof(secret, "opener", *transcript)}
         _until_done(lambda: link.send(_frame(hello)), link, select.POLLOUT, limit)  # short, so it is sent whole
         welcome = _receive(link, limit)
         if "refused" in welcome:
             raise TrustError(f"it refused this rank: {str(welcome['refused'])[:400]}")
         answer = str(welcome.get("answer"))
-        if not proves(welcome.get("proof"), secret, "acceptor", *said, answer):
+        if not proves(welcome.get("proof"), secret, "acceptor", *transcript, answer):
             raise TrustError("it does not know the secret of this job")
-        return Session(link, _key(secret, *said, answer), json.loads(answer))
+        return Session(link, _key(secret, *transcript, answer), json.loads(answer))
     except BaseException:
         link.close()
         raise
@@ -162,17 +162,17 @@ class Reception:
         version, text, nonce = (str(hello.get(name)) for name in ("version", "facts", "nonce"))
         if version != __version__:
             self._refuse(f"stageline {__version__} runs there, and {version[:20]} here")
-        said = (version, text, self._challenge, nonce)
-        if not proves(hello.get("proof"), self._secret, "opener", *said):
+        transcript = (version, text, self._challenge, nonce)
+        if not proves(hello.get("proof"), self._secret, "opener", *transcript):
             self._refuse("it has another secret")
         facts = json.loads(text)
         try:
             answer = json.dumps(self._admit(facts))
         except TrustError as error:
             self._refuse(str(error))
-        welcome = {"answer": answer, "proof": proof(self._secret, "acceptor", *said, answer)}
+        welcome = {"answer": answer, "proof": proof(self._secret, "acceptor", *transcript, answer)}
         self._out = _frame(welcome)
-        self._session = Session(self.link, _key(self._secret, *said, answer), facts)
+        self._session = Session(self.link, _key(self._secret, *transcript, answer), facts)
 
     def _refuse(self, why: str) -> None:
         """Say why, if the socket takes it, and raise."""
@@ -293,8 +293,8 @@ def _receive(link: socket.socket, limit: _Limit) -> dict[str, Any]:
     return _parse(data[2:])
 
 
-def _key(secret: str, *said: str) -> bytes:
-    return bytes.fromhex(proof(secret, "messages", *said))
+def _key(secret: str, *transcript: str) -> bytes:
+    return bytes.fromhex(proof(secret, "messages", *transcript))
 
 
 def _frame(message: Facts) -> bytes:

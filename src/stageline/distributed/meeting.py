@@ -15,7 +15,7 @@ import torch
 
 from stageline._version import __version__
 from stageline.common.addresses import ELSEWHERE, interface_of, is_loopback, route_to
-from stageline.common.errors import StagelineError
+from stageline.common.errors import PipelineError, StagelineError
 from stageline.common.handshake import uses_tls
 from stageline.common.trust import one_machine
 from stageline.distributed import attempts
@@ -146,11 +146,11 @@ class Meeting:
             self.name, self.address = first.name, self.address or first.address
             store.set(_HEARD.format(self.name, rank), "1")
         elif not self.address:
-            self.address = self._address_by_others(time.monotonic() + patience / 2)
+            self.address = self._address_by_others(patience / 2)
 
-    def _address_by_others(self, end: float) -> str:
+    def _address_by_others(self, patience: float) -> str:
         """The address at which a rank on another machine reaches this one; loopback if there is no such rank."""
-        missing = set(range(1, self._ranks))
+        missing, end = set(range(1, self._ranks)), time.monotonic() + patience
         while True:
             for rank in sorted(missing):
                 if self._store.check([_HELLO.format(rank)]):
@@ -161,7 +161,10 @@ class Meeting:
             if not missing:
                 return LOOPBACK
             if time.monotonic() > end:
-                raise TimeoutError(f"rank {min(missing)} never came, and rank 0 does not know its own address")
+                raise PipelineError(
+                    f"rank {min(missing)} never started: it did not reach MASTER_ADDR={os.environ.get('MASTER_ADDR')} "
+                    f"within {patience:g} s; start the job again with all ranks"
+                )
             time.sleep(0.01)
 
     def _await_answer(self, key: str, patience: float) -> None:
