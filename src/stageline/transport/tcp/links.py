@@ -91,7 +91,9 @@ class Links:
         self._ear.setblocking(False)
         # With the last pipeline that uses them; not at exit, when the modules that this needs may be gone.
         own = (self._listener, self._bell, self.alarm, self._caller)
-        self._closing = weakref.finalize(self, _close, own, self._in, self._out, self._strangers)
+        self._unheard = [self._ear]
+        """The keeper's end, until there is a keeper."""
+        self._closing = weakref.finalize(self, _close, own, self._unheard, self._in, self._out, self._strangers)
         self._closing.atexit = False
         _open.add(self)
 
@@ -127,6 +129,7 @@ class Links:
         self._addresses = list(addresses)
         self._token = token
         if not self.ended:
+            self._unheard.clear()
             threading.Thread(
                 target=_keep, args=(weakref.ref(self), self._ear), name="stageline keeper", daemon=True
             ).start()
@@ -325,6 +328,7 @@ def _ends(incoming: Mapping[Any, Inbound], outgoing: Mapping[Any, Outbound]) -> 
 
 def _close(
     own: tuple[socket.socket, ...],
+    unheard: Sequence[socket.socket],
     incoming: Mapping[Any, Inbound],
     outgoing: Mapping[Any, Outbound],
     strangers: Mapping[socket.socket, Any],
@@ -333,7 +337,7 @@ def _close(
     for bell in (own[1], own[3]):
         with contextlib.suppress(OSError):
             bell.send(b"!")
-    for link in (*_ends(incoming, outgoing), *strangers, *own):
+    for link in (*_ends(incoming, outgoing), *strangers, *own, *unheard):
         link.close()
 
 
