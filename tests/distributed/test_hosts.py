@@ -189,6 +189,39 @@ def test_a_group_of_the_script_needs_one_variable(tmp_path: Path, fork_server: F
         assert_done(outputs, [host.address for host in network.hosts])
 
 
+SCRIPT = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import host_rank
+if __name__ == "__main__":
+    host_rank.main(60.0)
+"""
+
+
+@pytest.mark.host_matrix
+@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
+def test_torchrun_needs_no_variable(rendezvous: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    with Network(tmp_path / "network", names="loopback") as network:
+        first = network.hosts[0].address
+        launchers = []
+        for number, host in enumerate(network.hosts):
+            options = ["--node-rank", str(number), "--master-addr", first, "--master-port", "29500"]
+            if rendezvous == "c10d":
+                options = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:29400", "--local-addr", host.address]
+                options += ["--rdzv-conf", f"is_host={str(number == 0).lower()}", "--rdzv-id", "job"]
+            command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+            launchers.append(started(host.command(*command, *options, "script.py", str(RANK.parent))))
+        outputs = []
+        try:
+            outputs += ["\n".join(launcher.communicate(timeout=200)) for launcher in launchers]
+        finally:
+            for launcher in launchers:
+                launcher.terminate()  # it ends its rank
+                launcher.wait(60)
+        assert all(f"done at {host.address}|" in "".join(outputs) for host in network.hosts), outputs
+
+
 # ---- what cannot be reached ----
 
 
