@@ -29,6 +29,7 @@ TINY = [
     "--validation.freq=10",
     "--validation.steps=1",
     "--checkpoint.interval=5",
+    "--parallelism.launcher=threads",
     "--parallelism.pipeline_parallel_degree=2",
     "--parallelism.pipeline_parallel_schedule=zb-h1",  # planning would take as long as training
     "--metrics.timeline_freq=0",

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import stageline as sl
+from stageline.train.config import ranks as ranks_module
 from stageline.train.config.config import Config, Parallelism
-from stageline.train.config.ranks import find_degrees
+from stageline.train.config.ranks import find_degrees, processes_to_start
 from stageline.train.config.rules import find_errors
 from stageline.train.layout import ZERO_REPLICAS, JobLayout, find_job_layout
 from stageline.train.preflight import preflight
@@ -36,9 +37,9 @@ def started(patch: pytest.MonkeyPatch, processes: int) -> None:
         patch.setenv(name, str(value))
 
 
-def test_the_defaults_are_a_pipeline_and_replicas() -> None:
+def test_the_default_is_one_pipeline_over_all_processes() -> None:
     options = Config().parallelism
-    assert options.data_parallel_replicate_degree == -1
+    assert (options.pipeline_parallel_degree, options.data_parallel_replicate_degree) == (-1, 1)
     assert (options.data_parallel_shard_degree, options.tensor_parallel_degree) == (1, 1)
     assert options.fsdp_reshard_after_forward == "default"
     assert Config.read(None) == Config() == Config.from_dict({})
@@ -47,7 +48,8 @@ def test_the_defaults_are_a_pipeline_and_replicas() -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ([], (4, 2, 1, 1)),
+        ([], (8, 1, 1, 1)),
+        ([f"{REPLICAS}=-1"], (4, 2, 1, 1)),
         ([f"{PIPELINE}=2"], (2, 4, 1, 1)),
         ([f"{PIPELINE}=2", f"{REPLICAS}=-1"], (2, 4, 1, 1)),
         ([f"{PIPELINE}=2", f"{REPLICAS}=0"], (2, 4, 1, 1)),
@@ -76,13 +78,15 @@ def test_the_rest_of_eight_processes(settings: list[str], expected: tuple[int, .
     assert find_degrees(again.parallelism, 8, gpus=0) == degrees
 
 
-def test_replicas_that_nobody_set_yield_to_another_rest() -> None:
+def test_what_nobody_set_yields_to_another_rest() -> None:
     assert Config.read(None, f"{SHARDS}=-1").parallelism.data_parallel_replicate_degree == 1
     assert (
         Config.from_dict({"parallelism": {"tensor_parallel_degree": -1}}).parallelism.data_parallel_replicate_degree
         == 1
     )
-    assert Config.read(None, f"{SHARDS}=2").parallelism.data_parallel_replicate_degree == -1
+    assert Config.read(None, f"{PIPELINE}=2").parallelism.data_parallel_replicate_degree == -1
+    assert Config.read(None, f"{SHARDS}=2").parallelism.pipeline_parallel_degree == -1
+    assert Config.read(None, f"{SHARDS}=-1").parallelism.pipeline_parallel_degree == 0
 
 
 @pytest.mark.parametrize("other", [PIPELINE, SHARDS, TENSOR])
@@ -164,10 +168,28 @@ def test_zero_replicas_are_the_rest_and_deprecated(monkeypatch: pytest.MonkeyPat
     assert find_job_layout(Config.read(None, f"{PIPELINE}=2", f"{REPLICAS}=-1")) == layout  # without a warning
 
 
-def test_one_process_is_all_the_rest() -> None:
-    assert find_job_layout(Config.read(None, f"{PIPELINE}=-1")).ranks == 1
-    assert find_job_layout(Config.read(None, f"{SHARDS}=-1")).ranks == 4  # threads
-    assert tuple(find_degrees(Parallelism(), 1, gpus=0)) == (4, 1, 1, 1)
+@pytest.mark.parametrize(("cores", "ranks"), [(1, 1), (2, 2), (64, 4)])
+def test_one_process_starts_a_rank_per_core(monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int) -> None:
+    monkeypatch.setattr(ranks_module, "cores", lambda: cores)
+    for settings in ([], [f"{SHARDS}=-1"], [f"{REPLICAS}=-1"]):
+        options = Config.read(None, *settings).parallelism
+        assert tuple(find_degrees(options, 1, gpus=0)) == (ranks, 1, 1, 1)
+        assert processes_to_start(options) == ranks
+    assert find_job_layout(Config()).ranks == ranks  # threads
+    assert processes_to_start(Config.read(None, f"{REPLICAS}=2").parallelism) == max(2, ranks)
+    assert tuple(find_degrees(Parallelism(), 1, gpus=8)) == (8, 1, 1, 1)
+    assert tuple(find_degrees(Config.read(None, f"{PIPELINE}=2").parallelism, 1, gpus=8)) == (2, 4, 1, 1)
+
+
+def test_a_task_of_slurm_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"STEP_ID": 0, "JOB_ID": 7, "PROCID": 3, "LOCALID": 1, "NODEID": 1, "STEP_NUM_TASKS": 4}
+    for name, value in {**place, "STEP_TASKS_PER_NODE": "2(x2)", "STEP_NODELIST": "gpu[1-2]"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # restored after the test
+    assert processes_to_start(Parallelism()) == 1
+    layout = find_job_layout(Config())
+    assert (layout.processes, layout.rank, layout.ranks) == (4, 3, 4)
 
 
 def no_plan() -> nn.Module:
@@ -177,7 +199,7 @@ def no_plan() -> nn.Module:
 def test_tensor_parallel_shares_the_samples_of_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config.read(None, f"{TENSOR}=2", f"{PIPELINE}=2", f"{SHARDS}=2")
     preflight(config)
-    with pytest.raises(sl.StagelineError, match=f"{TENSOR} is 2, and parts of a layer are processes: start them with "):
+    with pytest.raises(sl.StagelineError, match=f"{TENSOR} is 2, and parts of a layer are processes: set "):
         find_job_layout(Config.read(None, f"{TENSOR}=2"))
     started(monkeypatch, 8)
     layout = find_job_layout(config)
@@ -196,7 +218,7 @@ def test_a_model_without_a_plan_cannot_be_cut() -> None:
 
 def test_shards_are_replicas_with_samples_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config.read(None, f"{PIPELINE}=2", f"{SHARDS}=2")
-    with pytest.raises(sl.StagelineError, match="shards are processes: start them with torchrun --nproc-per-node 4 "):
+    with pytest.raises(sl.StagelineError, match=r"shards are processes: .* start 4 with stageline launch or torchrun"):
         find_job_layout(config)
     started(monkeypatch, 8)
     layout = find_job_layout(config)

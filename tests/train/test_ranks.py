@@ -1,4 +1,4 @@
-"""How many ranks a job has when its config does not say: one on a GPU, one per process, else four threads."""
+"""How many ranks a job has when its config does not say: one per process, GPU or core."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import stageline as sl
 from stageline.train.config import ranks as ranks_module
 from stageline.train.config.config import Config
-from stageline.train.config.ranks import count_gpus, ranks_of_job
+from stageline.train.config.ranks import count_gpus, processes_to_start, ranks_of_job
 from stageline.train.config.rules import find_errors
 from stageline.train.layout import find_job_layout, note_on_gpus
 
@@ -50,8 +50,9 @@ def test_one_gpu_has_one_rank_and_the_job_says_so(gpus: pytest.MonkeyPatch) -> N
     assert "\n" not in note
 
 
-def test_without_a_gpu_four_threads_share_the_cores(gpus: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_up_to_four_threads_share_the_cores(gpus: pytest.MonkeyPatch) -> None:
     with_gpus(gpus, 0)
+    gpus.setattr(ranks_module, "cores", lambda: 8)
     layout = find_job_layout(Config())
     assert str(layout) == "4 ranks as threads on cpu"
     assert note_on_gpus(Config(), layout) == ""
@@ -63,17 +64,23 @@ def test_a_number_of_ranks_in_the_config_wins(gpus: pytest.MonkeyPatch, number: 
     config = Config.read(None, f"{DEGREE}=3")
     layout = find_job_layout(config)
     assert layout.ranks == ranks_of_job(config.parallelism) == 3
-    assert note_on_gpus(config, layout) == ""
+    assert note_on_gpus(config, layout).startswith("3 ranks share one GPU as threads" if number else "")
 
 
 def test_of_several_gpus_one_process_uses_one_and_names_the_command_for_all(gpus: pytest.MonkeyPatch) -> None:
     with_gpus(gpus, 8)
     layout = find_job_layout(Config())
     assert layout.ranks == 1
-    assert "torchrun --nproc-per-node 8 -m stageline train" in note_on_gpus(Config(), layout)
+    assert "torchrun --nproc-per-node 8" in note_on_gpus(Config(), layout)
 
 
-@pytest.mark.parametrize(("processes", "ranks", "replicas"), [(2, 2, 1), (3, 3, 1), (4, 4, 1), (8, 4, 2)])
+@pytest.mark.parametrize(("degree", "processes"), [(-1, 8), (8, 8), (2, 8), (3, 6), (9, 1)])
+def test_the_command_starts_a_process_per_gpu(gpus: pytest.MonkeyPatch, degree: int, processes: int) -> None:
+    with_gpus(gpus, 8)
+    assert processes_to_start(Config.read(None, f"{DEGREE}={degree}").parallelism) == processes
+
+
+@pytest.mark.parametrize(("processes", "ranks", "replicas"), [(2, 2, 1), (3, 3, 1), (4, 4, 1), (8, 8, 1)])
 def test_processes_have_one_rank_per_gpu(gpus: pytest.MonkeyPatch, processes: int, ranks: int, replicas: int) -> None:
     with_gpus(gpus, processes)
     started(gpus, processes, rank=1)
@@ -103,6 +110,7 @@ def test_rules_check_the_number_that_the_machine_gets(gpus: pytest.MonkeyPatch) 
     with_gpus(gpus, 1)
     assert find_errors(config) == []
     with_gpus(gpus, 0)
+    gpus.setattr(ranks_module, "cores", lambda: 4)
     assert "which makes 8 stages" in find_errors(config)[0]
 
 

@@ -9,7 +9,6 @@ leaves 20 of 80 columns for the sentences; so the sections are printed here.
 from __future__ import annotations
 
 import difflib
-import os
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -23,8 +22,8 @@ from rich.text import Text
 from typer.core import TyperCommand, TyperOption
 
 from stageline.common.errors import shorten
-from stageline.train.config.config import Parallelism
 from stageline.train.config.io import Option, flag_value, options, raise_errors, read_with_errors, sections
+from stageline.train.config.ranks import processes_to_start
 from stageline.train.config.rules import needs_no_preflight, validate
 
 COMMAND_FLAGS = ("--set", "--print-config", "--check", "--help", "-h")
@@ -67,6 +66,9 @@ def command(
 
     Unset options use their defaults. Flags and --set override the file; later ones override earlier ones.
 
+    The ranks start as processes of this machine: one per GPU, or without GPUs one per core up to 4. Under torchrun,
+    SLURM or Ray, the command is one of the ranks.
+
     Examples:
       stageline train
       stageline train job.toml --training.steps 1000 --no-validation.enable
@@ -86,8 +88,14 @@ def command(
             from stageline.train.preflight import preflight
 
             preflight(config)
-        typer.echo(f"{path or 'the config'} is valid{_processes_needed(config.parallelism)}", err=print_config)
+        typer.echo(f"{path or 'the config'} is valid", err=print_config)
     if check or print_config:
+        return
+    processes = processes_to_start(config.parallelism)
+    if processes > 1:
+        from stageline.train.launch import train_on
+
+        train_on(processes, config)
         return
     from stageline.train.trainer import Trainer
 
@@ -116,20 +124,6 @@ def find_file(words: Iterable[str]) -> tuple[str | None, list[str]]:
         else:
             path = word
     return path, errors
-
-
-def _processes_needed(parallelism: Parallelism) -> str:
-    """How to start a job with replicas, if the check itself runs in one process."""
-    replicas = parallelism.data_parallel_replicate_degree
-    if replicas < 2 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        return ""
-    from stageline.train.config.ranks import ranks_of_job
-
-    processes = ranks_of_job(parallelism) * replicas
-    return (
-        f"; parallelism.data_parallel_replicate_degree is {replicas}, and each replica needs its own processes: start "
-        f"{processes} with torchrun --nproc-per-node {processes} -m stageline train"
-    )
 
 
 def as_settings(words: Iterable[str]) -> Iterator[str]:

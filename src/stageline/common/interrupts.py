@@ -27,12 +27,15 @@ _cleanups: list[Callable[[], None]] = []
 _speaking = threading.Lock()
 _owner = 0
 """The process that called `install`; a forked child exits silently."""
+_launched: int | None = None
+"""The rank of this process, if the command started it for a job; the command says that it was interrupted."""
 
 
-def install() -> None:
-    """Make SIGINT end this process at once."""
-    global _owner
+def install(launched: int | None = None) -> None:
+    """Make SIGINT end this process at once; `launched` is its rank, if the command started it."""
+    global _owner, _launched
     signal.signal(signal.SIGINT, end)
+    _launched = launched
     if not _owner:
         _owner = os.getpid()
         _watch()
@@ -101,8 +104,12 @@ def _clean_up() -> None:
 
 def _speak() -> None:
     """Write the message once, without Python's buffers."""
-    if not _speaking.acquire(blocking=False):
-        return
+    if _speaking.acquire(blocking=False) and _launched is None:
+        say_interrupted()
+
+
+def say_interrupted() -> None:
+    """Print that the command was interrupted."""
     _show_cursor()
     _write(2, "\nstageline: interrupted\n" if _is_terminal(2) else "stageline: interrupted\n")
 
@@ -181,10 +188,11 @@ class StopSignals:
         again = self.number == signal.SIGINT == number
         self.number = self.number or number
         if again:
-            _show_cursor()
-            _write(2, "\nended at once; the last published checkpoint is intact\n")
+            if not _launched:
+                _show_cursor()
+                _write(2, "\nended at once; the last published checkpoint is intact\n")
             os._exit(128 + number)
-        elif number == signal.SIGINT and _is_terminal(2):
+        elif number == signal.SIGINT and _is_terminal(2) and not _launched:
             _write(2, "\nstopping once this step is finished and saved; Ctrl-C again ends at once, without saving\n")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from stageline.common.errors import StagelineError
 from stageline.distributed.attempts import SEAT
 from stageline.distributed.bootstrap import check_environment
+from stageline.distributed.launchers.slurm import slurm_place
 from stageline.train.config.config import Config
 from stageline.train.config.ranks import REPLICAS, SHARDS, TENSORS, count_gpus, find_degrees
 
@@ -93,16 +94,20 @@ def find_job_layout(config: Config) -> JobLayout:
     if config.parallelism.data_parallel_replicate_degree == 0:
         warnings.warn(ZERO_REPLICAS, DeprecationWarning, stacklevel=2)
     grouped = dist.is_available() and dist.is_initialized()
+    if not grouped:
+        os.environ.update(slurm_place(os.environ))
     processes = dist.get_world_size() if grouped else check_environment(os.environ)
-    degrees = find_degrees(config.parallelism, processes, count_gpus())
+    options = config.parallelism if processes > 1 else replace(config.parallelism, launcher="threads")
+    degrees = find_degrees(options, processes, count_gpus())
     ranks, replicas, shards, tensors = degrees
     if processes == 1:
         named = ((REPLICAS, replicas, "replicas"), (SHARDS, shards, "shards"), (TENSORS, tensors, "parts of a layer"))
         for name, degree, what in named:
             if degree > 1:
                 raise StagelineError(
-                    f"parallelism.{name} is {degree}, and {what} are processes: start them with torchrun "
-                    f"--nproc-per-node {degrees.processes} -m stageline train, or set it to 1"
+                    f"parallelism.{name} is {degree}, and {what} are processes: set parallelism.launcher to processes "
+                    f"for stageline train, start {degrees.processes} with stageline launch or torchrun, or set the "
+                    "degree to 1"
                 )
         return JobLayout(ranks, 1, 1, 0, _device(0))
     if degrees.processes != processes:
@@ -118,9 +123,13 @@ def find_job_layout(config: Config) -> JobLayout:
 
 
 def note_on_gpus(config: Config, layout: JobLayout) -> str:
-    """Return a sentence about how a job that left the number of ranks open uses the GPUs; empty if it has none."""
+    """Return a sentence about how a job uses the GPUs of this machine if that is not one rank per GPU."""
     gpus = count_gpus()
-    if config.parallelism.pipeline_parallel_degree or layout.processes > 1 or layout.ranks > 1 or not gpus:
+    if layout.processes > 1 or not gpus:
+        return ""
+    if layout.ranks > 1:
+        return f"{layout.ranks} ranks share one GPU as threads; one rank per GPU is faster"
+    if config.parallelism.pipeline_parallel_degree == 1:
         return ""
     if gpus == 1:
         return (
@@ -128,8 +137,8 @@ def note_on_gpus(config: Config, layout: JobLayout) -> str:
             "another number, as threads on that GPU"
         )
     return (
-        f"one rank uses one of the {gpus} GPUs; for one rank per GPU, start torchrun --nproc-per-node {gpus} -m "
-        "stageline train"
+        f"one rank uses one of the {gpus} GPUs; for one rank per GPU, start stageline train with parallelism.launcher "
+        f"processes, or torchrun --nproc-per-node {gpus}"
     )
 
 

@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from stageline.common.interrupts import StopSignals
+from stageline.common.machine import cores
 from stageline.distributed.attempts import Attempt
 from stageline.distributed.failures import OutOfMemory
 from stageline.distributed.rank_host import RankHost, decide_together
@@ -57,8 +58,7 @@ def _process_settings(config: Config, layout: JobLayout) -> Iterator[None]:
     try:
         torch.use_deterministic_algorithms(config.training.deterministic or deterministic)
         if layout.processes == 1 and "OMP_NUM_THREADS" not in os.environ:
-            # Ranks that are threads share the cores.
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // layout.ranks))
+            torch.set_num_threads(max(1, cores() // layout.ranks))  # ranks that are threads share the cores
         yield
     finally:
         torch.use_deterministic_algorithms(deterministic)
@@ -107,7 +107,8 @@ class Trainer:
         process with the number and the figures of each step.
         """
         self.config = config if isinstance(config, Config) else read_config(config)
-        validate(self.config)
+        threads = replace(self.config.parallelism, launcher="threads")  # unless this is one of several processes
+        validate(replace(self.config, parallelism=threads))
         self.layout = find_job_layout(self.config)
         self.folder = RunFolder(self.config.job.dump_folder)
         self.setup = Setup(self.config, self.layout, self.folder, model, loss_fn, data)

@@ -219,7 +219,8 @@ def main(descriptor: int) -> None:
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     reader.setblocking(False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the ranks; the launcher decides about the server
+    for number in (signal.SIGINT, signal.SIGTERM):  # they reach the ranks; the launcher decides about the server
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(writer.fileno())
     running: set[int] = set()
@@ -296,6 +297,7 @@ def _fork(
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(order["environment"])
     os.chdir(order["folder"])
@@ -315,9 +317,11 @@ def _called(folder: Path, *, answers: bool) -> None:
     """Run a call, and write its answer."""
     failed: Exception | None = None
     try:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the function runs, Ctrl-C is not worth a traceback
         with (folder / "call").open("rb") as file:
             multiprocessing.spawn.prepare(pickle.load(file))
             function, arguments = pickle.load(file)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         value = function(*arguments)
         answer = pickle.dumps((value if answers else None, None, "", time.monotonic()))
     except Exception as error:

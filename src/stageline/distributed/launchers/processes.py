@@ -8,19 +8,22 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from stageline.common.errors import StagelineError
+from stageline.common.machine import cores
 from stageline.common.trust import secret_variables
 from stageline.distributed._torch_private import TCPStore
 from stageline.distributed.attempts import MEMORY, NUMBER, SEAT, Announcements, Attempt, take_place
 from stageline.distributed.launchers.fork_server import Child, ForkServer, read_answer, shared_server
 from stageline.distributed.launchers.launcher import Job, Outcome
 from stageline.distributed.launchers.replacements import Replacements, host_memory
+from stageline.faults.monitor.client import COLLECTED
 
 PATIENCE = 10.0
 """Seconds that the other ranks have to end by themselves when one has failed; then they are asked, and then killed."""
@@ -36,13 +39,25 @@ class ProcessLauncher:
     ['0', '1']
     """
 
-    def __init__(self, *, logs: str | Path | None = None, patience: float = PATIENCE, share_gpus: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        logs: str | Path | None = None,
+        patience: float = PATIENCE,
+        share_gpus: bool = False,
+        forwards: Sequence[signal.Signals] = (),
+    ) -> None:
         """`logs` is a folder for the output of the ranks, `rank-0.log` and so on; by default it is not redirected.
 
-        On a machine with GPUs, there must be one for every rank, unless `share_gpus` is true.
+        On a machine with GPUs, there must be one for every rank, unless `share_gpus` is true. While the job runs, the
+        signals in `forwards` are passed on to the ranks, which decide what becomes of the job; `run` is then called in
+        the main thread.
         """
         self._logs = None if logs is None else Path(logs)
         self._patience, self._share_gpus = patience, share_gpus
+        self._forwards = forwards
+        self.forwarded: list[int] = []
+        """The signals that were passed on."""
 
     def run(self, job: Job) -> list[Outcome]:
         """Run the job, and return the outcomes in the order in which the ranks ended."""
@@ -63,12 +78,26 @@ class ProcessLauncher:
             ranks = _Ranks(job, Path(folder), server, self._logs, self._patience, replacements)
             variables = {NUMBER: "0", MEMORY: os.pathsep.join(memory)} if recovers else {}
             try:
-                ranks.start([{**place, **variables} for place in place_variables(job, store.port)])
-                ranks.start_spares(job.recovery.spares if recovers else 0)
-                return ranks.wait()
+                with self._forward(ranks):
+                    ranks.start([{**place, **variables} for place in place_variables(job, store.port)])
+                    ranks.start_spares(job.recovery.spares if recovers else 0)
+                    return ranks.wait()
             finally:
                 ranks.kill()
                 del store
+
+    @contextmanager
+    def _forward(self, ranks: _Ranks) -> Iterator[None]:
+        def forward(number: int, frame: object) -> None:
+            self.forwarded.append(number)
+            ranks.signal(number)
+
+        before = {number: signal.signal(number, forward) for number in self._forwards}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def place_variables(job: Job, port: int) -> list[dict[str, str]]:
@@ -82,6 +111,7 @@ def place_variables(job: Job, port: int) -> list[dict[str, str]]:
         "LOCAL_WORLD_SIZE": str(job.processes),
         "GROUP_RANK": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is open: no rank has to host it
+        **({COLLECTED: "1"} if job.returns else {}),
         **job.environment,
     }
     common |= secret_variables(common)
@@ -214,10 +244,14 @@ class _Ranks:
         self._late = f"did not end within {self._job.timeout:g} s"
         self.kill()
 
-    def _end(self, number: int) -> None:
-        for child in self._running.values():
-            child.signal(signal.SIGCONT)  # a stopped process ends only after it continues
+    def signal(self, number: int) -> None:
+        """Send a signal to every rank that runs."""
+        for child in list(self._running.values()):
             child.signal(number)
+
+    def _end(self, number: int) -> None:
+        self.signal(signal.SIGCONT)  # a stopped process ends only after it continues
+        self.signal(number)
 
     def kill(self) -> None:
         """Kill what still runs."""
@@ -257,8 +291,3 @@ def default_processes() -> int:
     True
     """
     return torch.cuda.device_count() if torch.cuda.is_available() else min(4, cores())
-
-
-def cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -35,6 +35,9 @@ SLOWEST_ANSWER = 5.0
 """Seconds that the monitor may take to learn it, on a busy machine."""
 
 
+COLLECTED = "STAGELINE_COLLECTED"
+"""The variable that a launcher sets if it waits for the errors of the ranks and reports them once."""
+
 _open: weakref.WeakSet[MonitorClient] = weakref.WeakSet()
 """The clients whose sockets a forked child must close."""
 
@@ -474,7 +477,7 @@ class MonitorClient:
         return self.name_of(rank) or f"rank {rank}"
 
     def _spread(self, verdict: Verdict) -> None:
-        if verdict.final:
+        if verdict.final and not os.environ.get(COLLECTED):
             # Before anything else: a launcher may end this process in the next tenth of a second.
             self._tell(f"{self._name(self.rank)}: {self.named(verdict)}")
         for callback in list(self._on_verdict):

@@ -146,15 +146,21 @@ class LRScheduler:
 class Parallelism:
     """How the model and the batch are distributed."""
 
+    launcher: Literal["processes", "threads"] = _option(
+        "processes",
+        "How stageline train starts its ranks on this machine: a process each, or threads of one process. Under "
+        "torchrun, SLURM or Ray it starts none, and is one of the ranks there.",
+    )
     pipeline_parallel_degree: Degree = _option(
-        0,
-        "Ranks per pipeline. 0 chooses: as many as there are processes, or 4 where 4 divides them; in a single process "
-        "1 on a GPU, else 4 threads. -1 is the rest: the processes that the other degrees leave.",
+        -1,
+        "Ranks per pipeline; -1 is the rest: the processes that the other degrees leave, where stageline train starts "
+        "one per GPU, or without GPUs one per core up to 4. 0 is as many as a schedule file has, else up to 4. Left "
+        "unset, it is 0 if another degree is -1.",
     )
     data_parallel_replicate_degree: Degree = _option(
-        -1,
-        "Replicas of the pipeline, each with its share of the batch; -1 is the rest. Left unset, it is 1 if another "
-        "degree is -1. 0 also means the rest, and is deprecated.",
+        1,
+        "Replicas of the pipeline, each with its share of the batch; -1 is the rest. Left unset, it is -1 if no other "
+        "degree is. 0 also means the rest, and is deprecated.",
     )
     data_parallel_shard_degree: Degree = _option(
         1,

@@ -11,15 +11,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stageline.common.errors import StagelineError
+from stageline.common.machine import cores
+from stageline.distributed.launchers.slurm import slurm_place
+from stageline.distributed.launchers.threads import launched_ranks
 from stageline.schedules.io import read_schedule
 from stageline.train.config.config import Parallelism
 
 DEFAULT_RANKS = 4
-"""Ranks of a pipeline without GPUs, as threads of one process."""
+"""The most ranks of a pipeline if nobody asked for more: without GPUs, or beside another degree that is the rest."""
+CHOOSE = 0
+"""The degree of a pipeline that leaves processes to another degree, or has the ranks of a schedule file."""
 REST = -1
 """The degree that takes the processes which the others leave."""
 UNSET = -2
-"""Replicas that no file, flag or dict has set."""
+"""A degree that no file, flag or dict has set."""
 REPLICAS = "data_parallel_replicate_degree"
 SHARDS = "data_parallel_shard_degree"
 TENSORS = "tensor_parallel_degree"
@@ -42,12 +47,12 @@ def count_gpus(environment: Mapping[str, str] | None = None) -> int:
 
 
 def started_processes(environment: Mapping[str, str]) -> int:
-    """Return the number of processes that torchrun started; 1 without it.
+    """Return the number of processes that torchrun, `srun` or another launcher started; 1 without them.
 
     >>> started_processes({}), started_processes({"WORLD_SIZE": "8"})
     (1, 8)
     """
-    text = environment.get("WORLD_SIZE", "")
+    text = {**environment, **slurm_place(environment)}.get("WORLD_SIZE", "")
     return max(1, int(text)) if text.isdigit() else 1
 
 
@@ -74,15 +79,21 @@ class Degrees(NamedTuple):
 
 
 def open_degrees() -> Parallelism:
-    """Return the defaults, with replicas that nobody has set."""
-    return Parallelism(data_parallel_replicate_degree=UNSET)
+    """Return the defaults, with ranks and replicas that nobody has set."""
+    return Parallelism(pipeline_parallel_degree=UNSET, data_parallel_replicate_degree=UNSET)
 
 
 def close_degrees(options: Parallelism) -> None:
-    """Make replicas that nobody has set the rest, or 1 if another degree is the rest."""
+    """Set what nobody has set: one degree is the rest, first that of the pipeline, then that of the replicas."""
+    if options.pipeline_parallel_degree == UNSET:
+        leaves = _has_rest(options) or options.pipeline_parallel_schedule_csv
+        options.pipeline_parallel_degree = CHOOSE if leaves else REST
     if options.data_parallel_replicate_degree == UNSET:
-        has_rest = any(getattr(options, name) == REST for name in Degrees._fields)
-        options.data_parallel_replicate_degree = 1 if has_rest else REST
+        options.data_parallel_replicate_degree = 1 if _has_rest(options) else REST
+
+
+def _has_rest(options: Parallelism) -> bool:
+    return any(_degree(options, name) == REST for name in Degrees._fields)
 
 
 def degree_errors(options: Parallelism) -> Iterator[str]:
@@ -104,15 +115,15 @@ def _degree(options: Parallelism, name: str) -> int:
 def find_degrees(options: Parallelism, processes: int, gpus: int) -> Degrees:
     """Return the degrees of a job on this number of processes; if no rest fits, their product is another number.
 
-    >>> find_degrees(Parallelism(pipeline_parallel_degree=2), processes=6, gpus=0)
-    Degrees(pipeline_parallel_degree=2, data_parallel_replicate_degree=3, data_parallel_shard_degree=1,
+    >>> find_degrees(Parallelism(data_parallel_replicate_degree=2), processes=6, gpus=0)
+    Degrees(pipeline_parallel_degree=3, data_parallel_replicate_degree=2, data_parallel_shard_degree=1,
     tensor_parallel_degree=1)
     """
     for error in degree_errors(options):
         raise StagelineError(error)
     others = [_degree(options, name) for name in Degrees._fields[1:]]
     ranks = choose_ranks(options, processes, gpus)
-    rest = max(1, processes // (ranks * _known(others)))
+    rest = max(1, _to_be_started(options, processes, gpus) // (ranks * _known(others)))
     return Degrees(ranks, *(rest if degree == REST else degree for degree in others))
 
 
@@ -124,10 +135,10 @@ def _known(degrees: list[int]) -> int:
 def choose_ranks(options: Parallelism, processes: int, gpus: int) -> int:
     """Return the ranks of a pipeline: those of the config, or the best number for the processes and GPUs.
 
-    >>> [choose_ranks(Parallelism(), processes=1, gpus=gpus) for gpus in (0, 1, 8)]
-    [4, 1, 1]
+    >>> [choose_ranks(Parallelism(), processes=1, gpus=gpus) for gpus in (1, 8)]
+    [1, 8]
     >>> [choose_ranks(Parallelism(), processes, gpus=8) for processes in (2, 3, 8)]
-    [2, 3, 4]
+    [2, 3, 8]
     >>> choose_ranks(Parallelism(pipeline_parallel_degree=2), processes=1, gpus=1)
     2
     """
@@ -139,12 +150,29 @@ def choose_ranks(options: Parallelism, processes: int, gpus: int) -> int:
             return read_schedule(options.pipeline_parallel_schedule_csv).ranks
     others = [_degree(options, name) for name in Degrees._fields[1:]]
     pipelines = _known(others)
-    if processes == 1 and pipelines > 1:  # they are still to be started, one for each GPU
-        return max(1, gpus // pipelines) if gpus else DEFAULT_RANKS
+    processes = _to_be_started(options, processes, gpus)
     if processes == 1:
-        return 1 if gpus or degree == REST else DEFAULT_RANKS
+        return max(1, (launched_ranks() or (1 if gpus else min(DEFAULT_RANKS, cores()))) // pipelines)
     left = max(1, processes // pipelines)
     return left if REST not in others or degree == REST or left % DEFAULT_RANKS else DEFAULT_RANKS
+
+
+def _to_be_started(options: Parallelism, processes: int, gpus: int) -> int:
+    """Return the number of processes; a single one will start one for each GPU. Threads share a GPU."""
+    return gpus if processes == 1 and gpus and options.launcher == "processes" else processes
+
+
+def processes_to_start(options: Parallelism) -> int:
+    """Return the number of processes that `stageline train` starts; 1 if it runs in its own.
+
+    It does so as one of the processes of another launcher, if the ranks are threads, and if the ranks of one pipeline
+    are more than the GPUs: then they are threads on one GPU.
+    """
+    if options.launcher == "threads" or os.environ.get("WORLD_SIZE") or slurm_place(os.environ):
+        return 1
+    gpus = count_gpus()
+    degrees = find_degrees(options, 1, gpus)
+    return 1 if 0 < gpus < degrees.processes == degrees.pipeline_parallel_degree else degrees.processes
 
 
 def ranks_of_job(options: Parallelism) -> int:
