@@ -581,3 +581,25 @@ def test_processes_follow_the_plan_of_rank_0() -> None:
         torch.autograd.backward(functional.mse_loss(plain(x[rows]), y[rows]) * 0.25)
     pipeline_grads = {tuple(grad.flatten().tolist()) for rank_result in (first, second) for grad in rank_result[2]}
     assert pipeline_grads == {tuple(grad.flatten().tolist()) for grad in gradients(plain)}
+
+
+def test_ranks_that_share_cores_slow_each_other_down() -> None:
+    profile = even(8)
+    options: dict[str, Any] = {"profile": profile, "microbatches": 8, "schedule": "1f1b"}
+    alone, shared, enough = (sl.plan(**options, ranks=4, cores=cores) for cores in (None, 2, 4))
+    work = 8 * sum(layer.forward + layer.backward for layer in profile.layers)
+    assert alone.step_seconds == enough.step_seconds < work / 2 <= shared.step_seconds
+    assert "4 ranks compute at most 2 at a time" in shared.explain()
+    assert sl.plan(**options, ranks=4, cores=[sl.Share([0, 1], 1), sl.Share([2, 3], 1)]).step_seconds > work / 2
+    shared.write("plan.json")
+    assert sl.read_plan("plan.json").step_seconds == shared.step_seconds
+
+
+@pytest.mark.parametrize(("cores", "ranks"), [(1, 1), (2, 2), (3.5, 3)])
+def test_the_number_of_ranks_is_chosen_for_the_cores(cores: float, ranks: int) -> None:
+    best = sl.plan(profile=even(6), microbatches=12, schedule="1f1b", ranks="auto", cores=cores)
+    assert best.ranks == ranks
+    with pytest.raises(sl.StagelineError, match="pass cores=, their number"):
+        sl.plan(profile=even(6), microbatches=4, ranks="auto")
+    with pytest.raises(sl.StagelineError, match="cores must be a number above 0"):
+        sl.plan(profile=even(6), microbatches=4, ranks=2, cores=0)

@@ -30,6 +30,7 @@ from stageline.train.config.io import (
     toml_value,
     write_toml,
 )
+from stageline.train.config.ranks import close_degrees, open_degrees
 from stageline.train.config.rules import find_errors, validate
 
 ROOT = Path(__file__).parents[2]
@@ -67,10 +68,11 @@ SETTINGS = st.lists(st.sampled_from(list(options())), max_size=12, unique=True).
 
 
 def config_with(settings: dict[str, Any]) -> Config:
-    config = Config()
+    config = Config(parallelism=open_degrees())
     for key, value in settings.items():
         section, name = key.split(".")
         setattr(getattr(config, section), name, value)
+    close_degrees(config.parallelism)
     return config
 
 
@@ -362,7 +364,8 @@ def test_python_reads_writes_and_compares_configs(tmp_path: Path) -> None:
         ("activation_checkpoint.modules=head", "mode is none; use selective, or remove the modules"),
         ("parallelism.pipeline_parallel_schedule=zb-w", "no schedule family is named 'zb-w' (did you mean 'zb-v'?)"),
         ("parallelism.pipeline_parallel_schedule=forward-only", "which is for inference; use a family that trains"),
-        ("parallelism.pipeline_parallel_schedule=dualpipe training.local_batch_size=8", "got 4; nearest: 8"),
+        ("parallelism.pipeline_parallel_schedule=dualpipe training.local_batch_size=8 "
+         "parallelism.pipeline_parallel_degree=4", "got 4; nearest: 8"),
         ("parallelism.pipeline_parallel_schedule=1f1b parallelism.pipeline_parallel_chunks=2",
          "is 1f1b, which has no such choice; use 0, or a family with chunks"),
         ("parallelism.pipeline_parallel_schedule_csv=there.csv", "cannot read there.csv: No such file"),

@@ -26,6 +26,9 @@ class SearchOptions:
         int | None,
         Option("-m", "--microbatches", metavar="N", help="Microbatches per step, each as large as the inputs."),
     ] = None
+    cores: Annotated[
+        float | None, Option(metavar="N", help="Cores that the ranks share, with the profile's threads each.")
+    ] = None
     mesh: Annotated[
         str | None,
         Option(metavar="NAME=N,…", help="Sizes of a mesh, such as pp=4,dp_shard=2,tp=2; memory is a process's."),
@@ -66,7 +69,8 @@ def command(
     model: ModelName,
     search: SearchOptions,
     ranks: Annotated[
-        int | None, Option("-p", "--ranks", metavar="N", help="Number of pipeline ranks; --mesh may state it instead.")
+        str | None,
+        Option("-p", "--ranks", metavar="N", help="Pipeline ranks, or auto with --cores; --mesh may state them."),
     ] = None,
     threads: Threads = None,
     rows: Annotated[int, output_option(min=1, metavar="N", help="Number of alternatives to list.")] = 12,
@@ -95,7 +99,7 @@ def command(
     if search.recompute not in ("auto", "none", "stage"):
         arguments["recompute"] = tuple(search.recompute.split(","))
     with progress("profiling the model …") as update:
-        best = plan(**subject, **arguments, ranks=ranks, progress=update)
+        best = plan(**subject, **arguments, ranks=_number(ranks), progress=update)
     if output is not None:
         best.write(output)
         typer.echo(f"wrote the plan to {output}", err=True)
@@ -110,6 +114,11 @@ def command(
     out.print(best.explain(rows), markup=False)
 
 
+def _number(text: str | None) -> Any:
+    """Return a whole number if the text is one, for `plan` to check."""
+    return int(text) if text is not None and text.isdecimal() else text
+
+
 def _sizes_of(mesh: str) -> dict[str, Any]:
     """Return the sizes of a mesh by dimension.
 
@@ -121,7 +130,7 @@ def _sizes_of(mesh: str) -> dict[str, Any]:
         name, equals, size = (text.strip() for text in part.partition("="))
         if not equals or name in sizes:
             raise StagelineError(f"--mesh names each dimension once with its size, as in pp=4,dp_shard=2; got {mesh!r}")
-        sizes[name] = int(size) if size.isdecimal() else size
+        sizes[name] = _number(size)
     return sizes
 
 

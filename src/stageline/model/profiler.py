@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from stageline.autograd.graphs.options import Compile, compile_options
 from stageline.common.errors import StagelineError, shorten
 from stageline.model import huggingface
-from stageline.model._torch_private import hook_dictionaries
+from stageline.model._torch_private import hook_dictionaries, tensors_in
 from stageline.model.compiled_models import compiled, eager, unwrapped
 from stageline.model.measurement import (
     CallBenchmark,
@@ -252,6 +253,32 @@ def _device_of(traces: Sequence[LayerTrace]) -> torch.device:
     tensors += [leaf for trace in traces for call in trace.calls for leaf in call.leaves if isinstance(leaf, Tensor)]
     devices = [tensor.device for tensor in tensors]
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+@contextmanager
+def neighbours_at_work(models: Sequence[nn.Module], example: Any) -> Iterator[None]:
+    """Run forward and backward of every model on a thread of its own, again and again, while the block runs.
+
+    A layer that is measured beside them takes as long as beside ranks that are threads: they share the memory of the
+    machine and Python's interpreter lock.
+    """
+    args, kwargs = arguments(example)
+    done = threading.Event()
+
+    def work(model: nn.Module) -> None:
+        while not done.is_set():
+            outputs = tensors_in(model(*args, **{**huggingface.defaults_of(model), **kwargs}))
+            torch.autograd.backward([output.sum() for output in outputs if output.requires_grad])
+
+    threads = [threading.Thread(target=work, args=(model,), name="stageline neighbour") for model in models]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
 
 
 @contextmanager

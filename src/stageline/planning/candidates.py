@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -253,7 +253,9 @@ class Evaluator:
         self.profile = cache(request.profiles.at)
         """Maps a number of samples in a microbatch to the profile."""
         self._stage_costs = lru_cache(MAX_COSTS)(
-            lambda samples, counts, recompute: stage_costs(self.profile(samples), counts, recompute, request.links)
+            lambda samples, counts, recompute: replace(
+                stage_costs(self.profile(samples), counts, recompute, request.links), shares=request.shares
+            )
         )
 
     def costs(self, candidate: Candidate) -> Costs:
@@ -291,7 +293,8 @@ class Evaluator:
             return float(candidate.microbatches * work.sum() / shape.ranks)
         arrival = np.concatenate([[0.0], np.cumsum(forward)[:-1]])
         total = np.bincount(np.array(shape.rank_of), work, shape.ranks) * candidate.microbatches
-        return float((total + arrival[: shape.ranks]).max())
+        shared = (total[list(share.ranks)].sum() / share.capacity for share in costs.shares)
+        return max(float((total + arrival[: shape.ranks]).max()), *map(float, shared), 0.0)
 
     def recompute_queues(self, candidate: Candidate, rank_of: Sequence[int]) -> list[list[str]]:
         """Return the units of every rank, in the order in which to recompute them: most memory saved per time first."""

@@ -62,6 +62,9 @@ def _figures(plan: Plan) -> Iterator[str]:
         f"memory      {format_size(totals[fullest])}{cap} on rank {fullest}, the fullest: "
         f"{describe_memory(plan.memory[fullest])}"
     )
+    for share in plan.costs.shares:
+        if len(share.ranks) > share.capacity:
+            yield f"shared      {len(share.ranks)} ranks compute at most {share.capacity:g} at a time"
     if plan.mesh:
         yield f"mesh        {describe_mesh(plan.mesh, plan.reshard_after_forward)}"
     counts = plan.layers_per_stage

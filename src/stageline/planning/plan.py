@@ -13,7 +13,7 @@ from torch import nn
 from stageline.autograd.graphs.options import Compile
 from stageline.common.checked_json import NonNegative, PositiveInt, check_format, json_lines, parse_json
 from stageline.common.checked_json import field as read
-from stageline.common.errors import JsonError, StagelineError, shorten
+from stageline.common.errors import JsonError, NothingFits, StagelineError, shorten
 from stageline.common.files import read_text, write_text
 from stageline.common.units import Size, parse_size
 from stageline.model.profile import Profile
@@ -29,7 +29,7 @@ from stageline.schedules.registry import schedule as make_schedule
 from stageline.schedules.registry import whole
 from stageline.schedules.schedule import Schedule
 from stageline.schedules.verify import verify
-from stageline.timeline.costs import Costs, PerPair
+from stageline.timeline.costs import Costs, PerPair, Share
 from stageline.timeline.simulate import simulate
 from stageline.timeline.timeline import Timeline, share_above
 
@@ -217,7 +217,8 @@ def plan(
     model: nn.Module | None = None,
     example: Any = None,
     *,
-    ranks: int | None = None,
+    ranks: int | Literal["auto"] | None = None,
+    cores: float | Sequence[Share] | None = None,
     mesh: Mapping[str, int] | DeviceMesh | None = None,
     reshard_after_forward: str = "default",
     shard_optimizer: bool = False,
@@ -266,6 +267,10 @@ def plan(
     seconds plus its bytes divided by `bandwidth`; both are one number, or one per pair of ranks. After the measurement,
     the search takes about `time_limit` seconds.
 
+    Ranks on one machine without GPUs share its `cores`: while more of them compute than there are cores for their
+    threads, they slow each other down. By default every rank has its own; a list of `sl.Share` says which ranks share
+    what. With `ranks="auto"`, the number of ranks that share the cores is chosen, too.
+
     `ranks` is the number of pipeline ranks. With `mesh`, sizes of the dimensions pp, dp_replicate, dp_shard and tp, it
     is that of pp, and memory is that of one process of the mesh: dp_shard and tp divide parameters, gradients and
     optimizer state. dp_shard also gathers parameters, until a stage's last use in a step or, with
@@ -281,7 +286,8 @@ def plan(
     Traceback (most recent call last):
     stageline.StagelineError: plan needs a model and an example, one microbatch to run it on, or profile=
     """
-    mesh, ranks = read_mesh(mesh, ranks)
+    if ranks != "auto":
+        read_mesh(mesh, ranks)
     reshard = arguments.one_of("reshard_after_forward", reshard_after_forward, RESHARD)
     if not isinstance(shard_optimizer, bool):
         raise StagelineError(f"shard_optimizer is True or False, got {shorten(shard_optimizer)}")
@@ -292,36 +298,56 @@ def plan(
     )
     if parameter_bytes is None:
         parameter_bytes = arguments.bytes_per_parameter(model)
-    request = PlanRequest(
-        divide_by_tp(profiles, mesh.get("tp", 1), model),
-        ranks,
-        arguments.read_splits(profiles, batch, microbatches),
-        caps=arguments.read_caps(memory, ranks, model),
-        states=arguments.read_states(
-            parameter_bytes,
-            gradient_bytes_per_parameter,
-            optimizer_bytes_per_parameter,
-            interlock,
-            cuda_graphs,
-            mesh.get("dp_shard", 1),
-            reshard,
-            mesh.get("dp_replicate", 1) if shard_optimizer else 1,
-        ),
-        mesh=mesh,
-        reshard=reshard,
-        links=Links(transfer, parse_size(bandwidth, "bandwidth") if isinstance(bandwidth, str) else bandwidth),
-        recompute=arguments.read_recompute(recompute, profiles),
-        names=arguments.read_families(schedule),
-        schedule=schedule if isinstance(schedule, Schedule) else None,
-        chunks=None if chunks is None else whole("plan", "chunks", chunks),
-        by=arguments.one_of("split", split, ("time", "parameters", "layers")),
-        counts=None if layers_per_stage is None else tuple(int(count) for count in layers_per_stage),
-        synthesis=schedule == "auto" or (not isinstance(schedule, Schedule) and SYNTHESIZED in schedule),
-        time_limit=arguments.positive_seconds("time_limit", time_limit),
-        seed=seed,
-    )
-    arguments.check_sizes(request)
-    return find_plan(request, progress)
+    counts = arguments.read_ranks(ranks, cores, mesh, profiles)
+    requests = []
+    for count in counts:
+        degrees, num_ranks = read_mesh(mesh, count)
+        requests.append(
+            PlanRequest(
+                divide_by_tp(profiles, degrees.get("tp", 1), model),
+                num_ranks,
+                arguments.read_splits(profiles, batch, microbatches),
+                caps=arguments.read_caps(memory, num_ranks, model),
+                states=arguments.read_states(
+                    parameter_bytes,
+                    gradient_bytes_per_parameter,
+                    optimizer_bytes_per_parameter,
+                    interlock,
+                    cuda_graphs,
+                    degrees.get("dp_shard", 1),
+                    reshard,
+                    degrees.get("dp_replicate", 1) if shard_optimizer else 1,
+                ),
+                mesh=degrees,
+                reshard=reshard,
+                links=Links(transfer, parse_size(bandwidth, "bandwidth") if isinstance(bandwidth, str) else bandwidth),
+                shares=arguments.read_shares(cores, num_ranks, profiles.largest.threads),
+                recompute=arguments.read_recompute(recompute, profiles),
+                names=arguments.read_families(schedule),
+                schedule=schedule if isinstance(schedule, Schedule) else None,
+                chunks=None if chunks is None else whole("plan", "chunks", chunks),
+                by=arguments.one_of("split", split, ("time", "parameters", "layers")),
+                counts=None if layers_per_stage is None else tuple(int(count) for count in layers_per_stage),
+                synthesis=schedule == "auto" or (not isinstance(schedule, Schedule) and SYNTHESIZED in schedule),
+                time_limit=arguments.positive_seconds("time_limit", time_limit) / len(counts),
+                seed=seed,
+            )
+        )
+    for request in requests:
+        arguments.check_sizes(request)
+    return fastest_plan(requests, progress)
+
+
+def fastest_plan(requests: Sequence[PlanRequest], progress: Callable[[str], None]) -> Plan:
+    """Return the fastest plan of several requests, of equals the first; raise the last error if nothing fits any."""
+    plans: list[Plan] = []
+    for request in requests:
+        try:
+            plans.append(find_plan(request, progress))
+        except NothingFits:
+            if request is requests[-1] and not plans:
+                raise
+    return min(plans, key=lambda plan: plan.step_seconds)
 
 
 def find_plan(request: PlanRequest, progress: Callable[[str], None] = lambda text: None) -> Plan:

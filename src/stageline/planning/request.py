@@ -16,7 +16,7 @@ from stageline.common.units import parse_sizes
 from stageline.planning.costs import Links, Recompute, SizedProfiles, StateBytes, measure_sizes
 from stageline.schedules.registry import families, find_family, schedule, whole
 from stageline.schedules.schedule import Schedule
-from stageline.timeline.costs import LARGEST_COST
+from stageline.timeline.costs import LARGEST_COST, Share
 
 By: TypeAlias = Literal["time", "parameters", "layers"]
 SYNTHESIZED = "synthesized"
@@ -38,6 +38,8 @@ class PlanRequest:
     reshard: str = "default"
     """When parameters that shards have gathered are freed."""
     links: Links = field(default_factory=Links)
+    shares: tuple[Share, ...] = ()
+    """The cores or GPUs that ranks share."""
     recompute: Recompute = "auto"
     """What is recomputed; "auto" to choose."""
     names: tuple[str, ...] | None = None
@@ -134,6 +136,32 @@ def device_memory(model: nn.Module | None) -> float | None:
         return None
     free, _ = torch.cuda.mem_get_info(device)
     return 0.95 * (free + torch.cuda.memory_reserved(device))
+
+
+def read_ranks(ranks: Any, cores: Any, mesh: Any, profiles: SizedProfiles) -> list[Any]:
+    """Return the numbers of ranks to try: with "auto", all that find a core for each of their threads."""
+    if ranks != "auto":
+        return [ranks]
+    if mesh is not None or not isinstance(cores, int | float):
+        raise StagelineError(
+            "ranks='auto' chooses how many ranks share the cores of a machine: pass cores=, their number, and no mesh"
+        )
+    return list(range(1, max(1, min(int(cores // profiles.largest.threads), len(profiles.names))) + 1))
+
+
+def read_shares(cores: Any, ranks: int, threads: int) -> tuple[Share, ...]:
+    """Return what ranks share: `cores` is a number for all ranks, each with so many threads, or the shares themselves.
+
+    >>> read_shares(4, ranks=8, threads=2)
+    (Share(ranks=(0, 1, 2, 3, 4, 5, 6, 7), capacity=2.0),)
+    """
+    if cores is None:
+        return ()
+    if isinstance(cores, Sequence) and all(isinstance(share, Share) for share in cores):
+        return tuple(cores)
+    if not isinstance(cores, int | float) or isinstance(cores, bool) or not 0 < cores < LARGEST_COST:
+        raise StagelineError(f"cores must be a number above 0, or a list of sl.Share, got {shorten(cores)}")
+    return (Share(range(ranks), cores / threads),)
 
 
 def bytes_per_parameter(model: nn.Module | None) -> float:

@@ -311,7 +311,7 @@ class PlanSearch:
                 continue
             try:
                 synthesized = synthesize(
-                    self.evaluator.costs(candidate),
+                    replace(self.evaluator.costs(candidate), shares=()),  # it knows ranks at full speed
                     request.ranks,
                     microbatches,
                     memory=room,

@@ -29,6 +29,28 @@ LARGEST_SUM = 1e200
 
 
 @dataclass(frozen=True)
+class Share:
+    """Ranks that share something they compute with: the cores of a machine, or a GPU.
+
+    >>> Share(ranks=(0, 1, 2, 3), capacity=2).capacity     # four ranks on two cores
+    2
+    """
+
+    ranks: Sequence[int]
+    capacity: float
+    """How many of them can compute at full speed at once; if more do, all are slowed down equally."""
+
+    def __post_init__(self) -> None:
+        ranks, capacity = self.ranks, self.capacity
+        is_list = isinstance(ranks, Sequence) and len(set(ranks)) == len(ranks) > 0
+        if not is_list or any(not isinstance(rank, int) or isinstance(rank, bool) or rank < 0 for rank in ranks):
+            raise CostError(f"ranks of a share must be different whole numbers from 0 upwards, got {shorten(ranks)}")
+        if not isinstance(capacity, int | float) or isinstance(capacity, bool) or not 0 < capacity <= LARGEST_COST:
+            raise CostError(f"capacity of a share must be a number above 0, got {shorten(capacity)}")
+        object.__setattr__(self, "ranks", tuple(ranks))
+
+
+@dataclass(frozen=True)
 class Costs:
     """Time and memory of every action: one number for all stages, or one number per stage.
 
@@ -75,11 +97,17 @@ class Costs:
     """Memory of the gradients of a sharded stage before they are reduced, held from its first B or W to REDUCE_GRAD."""
     scale: Sequence[float] | None = None
     """One factor per microbatch for times, memory and bytes, for microbatches of different lengths."""
+    shares: Sequence[Share] = ()
+    """What ranks share; by default nothing. The times of actions are those of ranks that run at full speed."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             if value is None and field.default is None:
+                continue
+            if field.name == "shares":
+                if not isinstance(value, Sequence) or not all(isinstance(share, Share) for share in value):
+                    raise CostError(f"shares must be a list of sl.Share, got {shorten(value)}")
                 continue
             if field.name == "transient" and isinstance(value, Mapping):
                 for kind, part in value.items():
@@ -181,9 +209,9 @@ class Costs:
         return replace(self, **changed)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data, without options that are None and costs of shards that are 0."""
+        """Return plain data, without options that are None, costs of shards that are 0, and shares of nothing."""
         values = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
-        return {name: value for name, value in values.items() if value is not None and (name, value) not in _NO_SHARDS}
+        return {name: value for name, value in values.items() if value is not None and (name, value) not in _NOTHING}
 
     @classmethod
     def from_json(cls, data: object) -> Costs:
@@ -200,7 +228,16 @@ class Costs:
                 raise CostError(
                     f"costs have no {shorten(name)}{nearest(str(name), known)}; they have: {', '.join(known)}"
                 )
-        return cls(**{str(name): value for name, value in data.items()})
+        values = {str(name): value for name, value in data.items()}
+        if "shares" in values:
+            try:
+                values["shares"] = tuple(Share(**share) for share in values["shares"])
+            except TypeError:
+                raise CostError(
+                    "shares must be a list of objects like {'ranks': [0, 1], 'capacity': 1}, got "
+                    f"{shorten(values['shares'])}"
+                ) from None
+        return cls(**values)
 
     @classmethod
     def read(cls, path: str | Path) -> Costs:
@@ -212,7 +249,7 @@ class Costs:
             raise CostError(f"{path}: {error}") from None
 
 
-_NO_SHARDS = [(name, 0.0) for name in SHARD_COSTS]
+_NOTHING = [*((name, 0.0) for name in SHARD_COSTS), ("shares", [])]
 
 
 def _rest(name: str, whole: Floats, other: Floats) -> Floats:
@@ -275,4 +312,6 @@ def _plain(value: Any) -> Any:
         return {key: _plain(part) for key, part in value.items()}
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, Share):
+        return {"ranks": list(value.ranks), "capacity": value.capacity}
+    return [_plain(part) for part in value] if isinstance(value, tuple | list) else value

@@ -11,6 +11,7 @@ from stageline.schedules.schedule import Schedule
 from stageline.schedules.sharding import Sharding
 from stageline.schedules.verify import ensure_progress
 from stageline.timeline.costs import Costs, Floats, per_stage
+from stageline.timeline.sharing import binding, run_shared
 from stageline.timeline.timeline import ShardTimes, Timeline, Transfers
 
 
@@ -19,7 +20,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
     An action starts when its rank is free and its input has arrived. The actions of an overlapped pair start when both
     are ready, and end together. Transfers run in parallel with compute and do not slow each other down. So do gathers
-    and reductions of shards; those of one rank run one after the other.
+    and reductions of shards; those of one rank run one after the other. Ranks that share cores or a GPU
+    (`Costs.shares`) slow each other down while more of them compute than fit.
 
     >>> import stageline as sl
     >>> s = sl.schedule("1f1b", ranks=4, microbatches=8)
@@ -35,7 +37,12 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     graph = schedule.graph
     hop = hop_times(schedule, costs)
     shards = None
-    if schedule.sharding is None:
+    shares = binding(costs.shares, schedule.ranks)
+    if shares and schedule.sharding is not None:
+        raise CostError("costs with shares cannot be simulated with shard actions; simulate the schedule without them")
+    if shares:
+        start, end = run_shared(graph, durations(schedule, costs), hop, shares)
+    elif schedule.sharding is None:
         start, end = _run(graph, durations(schedule, costs), hop)
     else:
         start, end, shards = _run_sharded(schedule, schedule.sharding, costs, hop)

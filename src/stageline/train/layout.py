@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 
 from stageline.common.errors import StagelineError
+from stageline.common.machine import cores
 from stageline.distributed.attempts import SEAT
 from stageline.distributed.bootstrap import check_environment
 from stageline.distributed.launchers.slurm import slurm_place
+from stageline.timeline.costs import Share
 from stageline.train.config.config import Config
 from stageline.train.config.ranks import REPLICAS, SHARDS, TENSORS, count_gpus, find_degrees
 
@@ -140,6 +142,22 @@ def note_on_gpus(config: Config, layout: JobLayout) -> str:
         f"one rank uses one of the {gpus} GPUs; for one rank per GPU, start stageline train with parallelism.launcher "
         f"processes, or torchrun --nproc-per-node {gpus}"
     )
+
+
+def core_shares(layout: JobLayout, threads: int) -> tuple[Share, ...]:
+    """Return what the ranks of a pipeline share, if each computes with so many threads: cores, or as threads a GPU.
+
+    On every host, the pipelines of a job share the cores equally.
+
+    >>> core_shares(JobLayout(4, 1, 1, 0, torch.device("cuda", 0)), threads=1)
+    (Share(ranks=(0, 1, 2, 3), capacity=1.0),)
+    """
+    ranks = range(layout.ranks)
+    if layout.device.type != "cpu":
+        return (Share(ranks, 1.0),) if layout.processes == 1 else ()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", layout.processes)) if layout.processes > 1 else layout.ranks
+    hosts = [ranks[first : first + here] for first in range(0, layout.ranks, here)]
+    return tuple(Share(host, cores() / threads * len(host) / here) for host in hosts)
 
 
 def _device(local_rank: int) -> torch.device:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,12 +21,13 @@ from stageline.autograd.graphs.options import Compile
 from stageline.common.errors import NothingFits, StagelineError, in_flags
 from stageline.common.files import write_text
 from stageline.common.interrupts import ended_by_sigterm
+from stageline.common.machine import cores
 from stageline.distributed.attempts import number_of
 from stageline.distributed.bootstrap import job_host
 from stageline.distributed.rank_host import RankHost, decide_together
 from stageline.model.build.build import build, describe
 from stageline.model.profile import Profile
-from stageline.model.profiler import profile
+from stageline.model.profiler import neighbours_at_work, profile
 from stageline.model.split import Staged, split
 from stageline.planning.costs import by_calls
 from stageline.planning.plan import Plan, parse_plan, plan, read_plan
@@ -33,12 +35,13 @@ from stageline.planning.request import device_memory
 from stageline.runtime._torch_private import pytree
 from stageline.runtime.out_of_memory import PLAN_ADVICE
 from stageline.runtime.pipeline import Pipeline
+from stageline.timeline.costs import Share
 from stageline.train.checkpoint import leave_mark, remove_mark, sees_mark
 from stageline.train.checkpoint.remote import RemotePath, checkpoint_folder
 from stageline.train.config.config import Config
 from stageline.train.config.rules import fixed_schedule
 from stageline.train.data import Data, Loader, Tokens, data_of, open_data
-from stageline.train.layout import ZERO_REPLICAS, BatchSizes, JobLayout, batch_sizes, note_on_gpus
+from stageline.train.layout import ZERO_REPLICAS, BatchSizes, JobLayout, batch_sizes, core_shares, note_on_gpus
 from stageline.train.optimizers import warm_up_note
 from stageline.train.run_folder import CHOICE, PLAN, PROFILE, RunFolder
 from stageline.train.step import autocast, disable_broken_bfloat16
@@ -184,35 +187,52 @@ class Setup:
 
     def _choose_schedule(self) -> None:
         """Choose the stages and the schedule on rank 0: those of an earlier start, or by a profile."""
-        text = decide_together(self.host, lambda: self._choose().to_text())
+        earlier = decide_together(self.host, self._load_choice)
+        if not earlier and not self.layout.main and self.layout.device.type == "cpu":
+            with suppress(Exception):  # rank 0 reports what fails; this makes its neighbours compute as in a step
+                self._profile()
+        text = earlier or decide_together(self.host, self._choose)
         self.choice = parse_plan(text, "the plan of rank 0")
 
-    def _choose(self) -> Plan:
-        config, layout, path = self.config, self.layout, self.folder.path
+    @cached_property
+    def _choice_request(self) -> dict[str, Any]:
+        """What the choice depends on, beside the profile."""
+        config = self.config
         request: dict[str, Any] = {
             "parallelism": asdict(config.parallelism),
             "model": asdict(config.model) | {"seq_len": config.training.seq_len},
-            "ranks": layout.ranks,
+            "ranks": self.layout.ranks,
             "microbatches": self.batches.microbatches,
         }
         if file := config.parallelism.pipeline_parallel_schedule_csv:  # its contents may have changed
             with suppress(OSError):
                 request["file"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
-        choice = getattr(self, "choice", None) or (load_choice(path, request) if self.resumes else None)
-        if choice is None:
-            measured, memory = self._profile()
-            choice, note = choose_schedule(
-                measured,
-                config,
-                layout.ranks,
-                self.batches.microbatches,
-                memory,
-                self._plan_mesh,
-            )
-            self.notes += [note] if note else []
-            measured.write(path / PROFILE)
-            save_choice(choice, path, request)
-        return choice
+        return request
+
+    def _load_choice(self) -> str:
+        """Return the plan of an earlier start as text; empty if there is none."""
+        choice = getattr(self, "choice", None)
+        if choice is None and self.resumes:
+            choice = load_choice(self.folder.path, self._choice_request)
+        return "" if choice is None else choice.to_text()
+
+    def _choose(self) -> str:
+        """Return a new plan as text."""
+        path = self.folder.path
+        measured, memory = self._profile()
+        choice, note = choose_schedule(
+            measured,
+            self.config,
+            self.layout.ranks,
+            self.batches.microbatches,
+            memory,
+            self._plan_mesh,
+            core_shares(self.layout, measured.threads),
+        )
+        self.notes += [note] if note else []
+        measured.write(path / PROFILE)
+        save_choice(choice, path, self._choice_request)
+        return choice.to_text()
 
     @property
     def _plan_mesh(self) -> dict[str, int] | None:
@@ -235,11 +255,20 @@ class Setup:
                 f"{self.task.name} sees the tokens that it is to predict: its output at a position changes with the "
                 "tokens after it; use a causal model, or samples of your own"
             )
-        measured = self._measure(model, example, targets)
+        with neighbours_at_work([deepcopy(model) for _ in range(self._neighbours)], example):
+            measured = self._measure(model, example, targets)
         memory = device_memory(model)
         sharing = self.layout.ranks if self.layout.processes == 1 else 1  # ranks that are threads share a GPU
         named = by_calls(measured, [unit.name for unit in split(model, 1, example=example).units])
         return named, None if memory is None else memory / sharing
+
+    @property
+    def _neighbours(self) -> int:
+        """The ranks that compute beside another one as threads on the cores of this machine."""
+        layout = self.layout
+        if layout.processes > 1 or layout.device.type != "cpu":
+            return 0
+        return max(0, min(layout.ranks, cores() // torch.get_num_threads()) - 1)
 
     def _measure(self, model: nn.Module, example: Any, targets: Any) -> Profile:
         """Profile a model in the precision of a step, with the loss, unless it is the user's: it may count calls."""
@@ -335,6 +364,7 @@ def choose_schedule(
     microbatches: int,
     memory: float | None = None,
     mesh: Mapping[str, int] | None = None,
+    shares: Sequence[Share] = (),
 ) -> tuple[Plan, str]:
     """Return the fastest schedule that the configuration allows, with its best split; and a note, or an empty string.
 
@@ -352,6 +382,7 @@ def choose_schedule(
         "profile": profile,
         "ranks": ranks,
         "mesh": mesh,
+        "cores": list(shares),
         "shard_optimizer": options.shard_optimizer,
         "microbatches": microbatches,
         "schedule": "auto" if fixed is None else fixed,

@@ -128,8 +128,8 @@ def find_degrees(options: Parallelism, processes: int, gpus: int) -> Degrees:
 
 
 def _known(degrees: list[int]) -> int:
-    """Return the product of the degrees that are not the rest."""
-    return prod(degree for degree in degrees if degree != REST)
+    """Return the product of the degrees that are not the rest; a degree of 0 is refused elsewhere."""
+    return prod(degree for degree in degrees if degree > 0)
 
 
 def choose_ranks(options: Parallelism, processes: int, gpus: int) -> int:
