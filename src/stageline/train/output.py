@@ -6,8 +6,10 @@ import json
 import os
 import platform
 import resource
+import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,16 +19,21 @@ from torch import Tensor
 
 from stageline._version import __version__
 from stageline.common.interrupts import StopSignals
+from stageline.common.machine import cores
+from stageline.common.units import format_seconds
 from stageline.model.huggingface import own_loss
 from stageline.runtime.pipeline import Pipeline
 from stageline.timeline import draw
 from stageline.timeline.timeline import Timeline
 from stageline.train.events import Logs
 from stageline.train.run_folder import ENVIRONMENT, METRICS, PLANNED, SAMPLE, TIMELINE_PAGE, TIMELINES, timeline_file
-from stageline.train.screen import put
+from stageline.train.screen import WARM_UP, put
 from stageline.train.setup import Setup
 from stageline.train.step import StepResult
 from stageline.train.task import evaluating, logits_of
+
+MAX_STEPS = 1000
+"""The newest steps, whose median time is printed at the end."""
 
 
 class Output:
@@ -40,6 +47,7 @@ class Output:
         self._measured: Timeline | None = None
         self._num_replans = 0
         self._sample_interrupted = False
+        self._seconds: deque[float] = deque(maxlen=MAX_STEPS)
         self._recovery: dict[str, Any] = {}
         self._marks_until = 0
 
@@ -91,6 +99,7 @@ class Output:
         setup, config = self._setup, self._setup.config
         tokens = setup.batches.per_step * (setup.tokens or 1)  # a sample that is not a row of tokens counts as one
         self._measured = result.stats.measured()
+        self._seconds.append(seconds)
         scaled = config.training.mixed_precision_param == "float16"
         self._logs.event(
             "step",
@@ -135,10 +144,17 @@ class Output:
             folder.write(TIMELINE_PAGE, draw.html([self._planned, self._measured], title, names=names))
 
     def report(self) -> None:
-        """Write the report of the run."""
+        """Write the report of the run, and say how much faster than one process it was."""
         if self._main:
             from stageline.train.report import make_report
 
+            seconds, alone = list(self._seconds)[WARM_UP:], self._setup.alone
+            if seconds and alone:
+                typical = statistics.median(seconds)
+                put(
+                    f"speed     {format_seconds(typical)} a step, {typical / alone:.2f} times one process that loops "
+                    f"over the microbatches with {cores()} threads ({format_seconds(alone)})"
+                )
             put(f"report    {make_report(self._setup.folder.path)}")
 
     def _sample(self) -> str:

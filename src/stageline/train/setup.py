@@ -27,7 +27,7 @@ from stageline.distributed.bootstrap import job_host
 from stageline.distributed.rank_host import RankHost, decide_together
 from stageline.model.build.build import build, describe
 from stageline.model.profile import Profile
-from stageline.model.profiler import neighbours_at_work, profile
+from stageline.model.profiler import neighbours_at_work, profile, time_alone
 from stageline.model.split import Staged, split
 from stageline.planning.costs import by_calls
 from stageline.planning.plan import Plan, parse_plan, plan, read_plan
@@ -76,6 +76,8 @@ class Setup:
         """Whether the folder holds a run to resume."""
         self.notes: list[str] = []
         """Sentences to print before the first step."""
+        self.alone: float | None = None
+        """Seconds of a step in one process that loops over its microbatches with all cores, if that was measured."""
         self.nominal_per_step = 0
         """Samples of an optimizer step while no replica is lost."""
 
@@ -187,11 +189,15 @@ class Setup:
 
     def _choose_schedule(self) -> None:
         """Choose the stages and the schedule on rank 0: those of an earlier start, or by a profile."""
-        earlier = decide_together(self.host, self._load_choice)
-        if not earlier and not self.layout.main and self.layout.device.type == "cpu":
-            with suppress(Exception):  # rank 0 reports what fails; this makes its neighbours compute as in a step
-                self._profile()
-        text = earlier or decide_together(self.host, self._choose)
+        text = decide_together(self.host, self._load_choice)
+        if not text:
+            if self.layout.device.type == "cpu":
+                self.alone = decide_together(self.host, self._measure_alone)
+                if not self.layout.main:
+                    with suppress(Exception):  # only to compute beside rank 0, as in a step; rank 0 reports errors
+                        self._profile()
+            text = decide_together(self.host, self._choose)
+            self.__dict__.pop("_whole_model", None)
         self.choice = parse_plan(text, "the plan of rank 0")
 
     @cached_property
@@ -245,10 +251,7 @@ class Setup:
 
     def _profile(self) -> tuple[Profile, float | None]:
         """Measure the units of the model, in call order, on a microbatch; return the memory of a rank, too."""
-        device = self.layout.device
-        model = build(self.task.make, seed=self.config.training.seed, device=device, otherwise="construct")
-        move = lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf  # noqa: E731
-        example, targets = pytree.tree_map(move, self._microbatch)
+        model, (example, targets) = self._whole_model
         is_language_model = isinstance(self.data.train, Tokens) and self.task.predicts_tokens
         if is_language_model and looks_ahead(model, example, vocab_size=self.data.vocab_size):
             self.notes.append(
@@ -261,6 +264,33 @@ class Setup:
         sharing = self.layout.ranks if self.layout.processes == 1 else 1  # ranks that are threads share a GPU
         named = by_calls(measured, [unit.name for unit in split(model, 1, example=example).units])
         return named, None if memory is None else memory / sharing
+
+    @cached_property
+    def _whole_model(self) -> tuple[nn.Module, tuple[Any, Any]]:
+        """The whole model, to be measured, with inputs and targets of a microbatch."""
+        device = self.layout.device
+        model = build(self.task.make, seed=self.config.training.seed, device=device, otherwise="construct")
+        move = lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf  # noqa: E731
+        return model, pytree.tree_map(move, self._microbatch)
+
+    def _measure_alone(self) -> float | None:
+        """Return the seconds in which one process with all cores loops over the microbatches of a step, on the CPU.
+
+        None if that cannot be measured. The optimizer is not included.
+        """
+        threads = torch.get_num_threads()
+        with suppress(Exception):  # the first step reports what fails
+            model, (example, targets) = self._whole_model
+            loss_fn = None if self.task.user_loss or ":" in self.task.loss_name else self.task.loss.function
+            torch.set_num_threads(cores())
+            try:
+                with autocast(self.layout.device, self.config.training.mixed_precision_param):
+                    seconds = time_alone(model, example, loss_fn, targets)
+                return seconds * self.batches.per_step / self.batches.microbatch
+            finally:
+                torch.set_num_threads(threads)
+                model.zero_grad()
+        return None
 
     @property
     def _neighbours(self) -> int:

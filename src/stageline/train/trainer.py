@@ -299,7 +299,8 @@ class Trainer:
         self.output = Output(setup, self.logs, self._stop)
         if self.recovery.attempt is None:
             self.output.begin(resumed)
-            self.logs.event("start", step=progress.step, resumed=resumed)
+            alone = {} if setup.alone is None else {"alone": setup.alone}
+            self.logs.event("start", step=progress.step, resumed=resumed, **alone)
         self._training, self._begins = True, True
         checkpoints = JobCheckpoints(setup, self.optimizer, self.logs)
         batches = Prefetch(

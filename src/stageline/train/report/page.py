@@ -294,6 +294,10 @@ def _key_figures(run: Run) -> Iterator[tuple[str, str, str]]:
     if duration is not None:
         seconds = Series.of(rows, "seconds").median(WARM_UP)
         yield "Time", format_clock(duration), "" if seconds is None else f"{format_duration(seconds)} a step, median"
+        alone = [number for row in run.history.of("start") if (number := number_or_none(row.get("alone")))]
+        if alone and seconds is not None:
+            detail = f"times a loop over the microbatches in one process with all cores, {format_duration(alone[-1])}"
+            yield "A step takes", f"{seconds / alone[-1]:.2f}", detail
 
 
 def _training_time(run: Run) -> float | None:
