@@ -182,7 +182,7 @@ class Cuts:
     _cuts: dict[tuple[Shape, bool], list[tuple[int, ...]]] = field(default_factory=dict)
 
     def of(self, shape: Shape, recompute: bool = False) -> list[tuple[int, ...]]:
-        """Return the number of units of each stage, for one or two cuts: balanced, and even.
+        """Return the number of units of each stage, for up to three cuts: with even ranks, even stages, and even sizes.
 
         With `recompute`, every forward counts twice.
         """
@@ -191,17 +191,19 @@ class Cuts:
         key = (shape, recompute)
         if key not in self._cuts:
             even = tuple(even_sizes(len(self.profile.layers), shape.stages))
-            balanced = None if shape.placement is None or self.by == "layers" else self._balanced(shape, recompute)
-            cuts = [even] if balanced is None else [balanced] if self.by == "parameters" else [balanced, even]
+            balanced = [] if shape.placement is None or self.by == "layers" else self._balanced(shape, recompute)
+            cuts = balanced if balanced and self.by == "parameters" else [*balanced, even]
             self._cuts[key] = list(dict.fromkeys(cuts))
         return self._cuts[key]
 
-    def _balanced(self, shape: Shape, recompute: bool) -> tuple[int, ...]:
+    def _balanced(self, shape: Shape, recompute: bool) -> list[tuple[int, ...]]:
+        """Return cuts whose ranks have equal work, and whose stages have: a rank may hold a long and a short stage."""
         assert shape.placement is not None
         costs = self._costs(recompute)
-        if self._is_slow(shape):  # even stages make even ranks
-            return tuple(partition(costs, shape.stages).layers_per_stage)
-        return tuple(partition(costs, shape.ranks, shape.chunks, shape.placement).layers_per_stage)
+        stages = tuple(partition(costs, shape.stages).layers_per_stage)
+        if shape.chunks == 1 or self._is_slow(shape):
+            return [stages]
+        return [tuple(partition(costs, shape.ranks, shape.chunks, shape.placement).layers_per_stage), stages]
 
     def _is_slow(self, shape: Shape) -> bool:
         """Whether an optimal cut would take long."""
