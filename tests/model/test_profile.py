@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.nn import functional
 
 import stageline as sl
 from stageline.model.profile import Layer, Profile, read_profile
-from stageline.model.profiler import profile_layers, profile_model
+from stageline.model.profiler import neighbours_at_work, profile_layers, profile_model
 
 ROWS, WIDTH = 6, 16
 FLOAT = 4
@@ -348,3 +349,21 @@ def test_layers_that_cannot_be_measured_are_refused() -> None:
     assert not linear._forward_hooks
     with pytest.raises(sl.StagelineError, match=r"cannot infer the layers of a Model; pass layers="):
         profile_model(Model(), torch.tensor([[1]]))
+
+
+def test_neighbours_work_while_a_model_is_measured_and_stop_after() -> None:
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(inputs)
+
+    neighbour = Counting(4, 4)
+    with neighbours_at_work([neighbour], torch.ones(2, 4)):
+        while neighbour.calls < 3:
+            sl.profile(nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4), repeats=1)
+    calls = neighbour.calls
+    assert neighbour.weight.grad is not None
+    assert not [thread for thread in threading.enumerate() if thread.name == "stageline neighbour"]
+    assert neighbour.calls == calls

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -59,7 +60,10 @@ def test_a_job_on_processes_stops_resumes_and_fails_as_one_process_does(
     fork_server: ForkServer, tokens: Path, capfd: Capture
 ) -> None:
     assert train(tokens, "whole", "--parallelism.launcher=threads") == 0
-    assert "2 ranks as threads on cpu" in capfd.readouterr().out
+    out = capfd.readouterr().out
+    assert "2 ranks as threads on cpu" in out
+    assert re.search(r"speed +[\d.]+ \w+ a step, [\d.]+ times one process that loops over the microbatches with", out)
+    assert "A step takes" in (tokens.parent / "whole" / "report.html").read_text()
 
     when(lambda: step_of(tokens, "run") >= 3, lambda: os.kill(os.getpid(), signal.SIGINT))
     assert train(tokens, "run", "--training.steps=5000") == 0
