@@ -28,7 +28,7 @@ from stageline.runtime.sharding import ShardedStage
 from stageline.tensors.buffers import Buffers, Snapshot
 from stageline.tensors.copies import Joined, Pairs, Shared, cloned, detached
 from stageline.tensors.pytree import TENSOR, Leaf, flatten, unflatten
-from stageline.tensors.random_numbers import Generators, draws, generator_alone, random_numbers
+from stageline.tensors.random_numbers import Generators, draws, dropout_rates, generator_alone, random_numbers
 from stageline.tensors.sharded import is_sharded, whole
 from stageline.tensors.thread_context import autocast_enabled, plain_precision
 
@@ -157,6 +157,8 @@ class Stage:
         drawing = part.random_modules() if isinstance(part, StagePart) else self._layers
         self._random = {name for name, layer in drawing if draws(layer)}
         """The layers, or units of a model with its own forward, that draw random numbers under their own names."""
+        self._dropout_rates = {name: rates for name, layer in drawing if (rates := dropout_rates(layer)) is not None}
+        """Those of them that draw nothing while all of these attributes are 0."""
         self._watched: set[tuple[str, bool]] = set()
         # A stage that the user passed as such is called like that module: a tuple is its arguments. The layers of an
         # nn.Sequential are chained as it chains them, wherever it is cut.
@@ -333,7 +335,7 @@ class Stage:
 
     def _draw(self, name: str, mode: bool, step: int, microbatch: int, call: Callable[..., Any], *args: Any) -> Any:
         """Call a function that may draw the random numbers of its step, microbatch and name; learn whether it does."""
-        if name in self._random:
+        if name in self._random and not self._drops_nothing(name):
             with random_numbers(self.options.seed, step, microbatch, name):
                 return call(*args)
         if (name, mode) in self._watched:
@@ -343,8 +345,14 @@ class Stage:
             value = call(*args)
             if before.moved():
                 self._random.add(name)
+                self._dropout_rates.pop(name, None)
         self._watched.add((name, mode))
         return value
+
+    def _drops_nothing(self, name: str) -> bool:
+        """Whether all rates of dropout in a layer are 0, so that it does not need the generator for itself."""
+        rates = self._dropout_rates.get(name)
+        return rates is not None and not any(getattr(module, attribute) for module, attribute in rates)
 
     def watch_again(self) -> None:
         """Learn again which layers draw random numbers."""

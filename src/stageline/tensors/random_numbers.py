@@ -21,16 +21,40 @@ _generator = threading.RLock()
 
 def draws(layer: nn.Module) -> bool:
     """Whether a layer may draw random numbers: it has a module or a number named for dropout or for drawing."""
+    modules = list(layer.modules())
+    rates = (value for module in modules for name, value in vars(module).items() if _is_rate(name, value))
+    return any(map(_is_named_for_drawing, modules)) or any(rate > 0 for rate in rates)
+
+
+def _is_named_for_drawing(module: nn.Module) -> bool:
+    words = type(module).__name__.lower()
+    named = any(word in words for word in ("drop", "noise", "random", "stochastic", "gumbel", "sampl", "rrelu"))
+    return named or getattr(module, "draws_random_numbers", False)
+
+
+def _is_rate(name: str, value: object) -> bool:
+    return "drop" in name.lower() and isinstance(value, int | float)
+
+
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def dropout_rates(layer: nn.Module) -> list[tuple[nn.Module, str]] | None:
+    """Return the attributes that decide whether a layer draws: it does not while all are 0. None if others may, too.
+
+    >>> [(type(module).__name__, name) for module, name in dropout_rates(nn.Sequential(nn.Dropout(0.0), nn.ReLU()))]
+    [('Dropout', 'p')]
+    >>> dropout_rates(nn.RReLU())
+    """
+    rates: list[tuple[nn.Module, str]] = []
     for module in layer.modules():
-        words = type(module).__name__.lower()
-        if any(word in words for word in ("drop", "noise", "random", "stochastic", "gumbel", "sampl", "rrelu")):
-            return True
-        for name, value in vars(module).items():
-            if "drop" in name.lower() and isinstance(value, int | float) and value > 0:
-                return True
-        if getattr(module, "draws_random_numbers", False):
-            return True
-    return False
+        if type(module) in _DROPOUTS:
+            rates.append((module, "p"))
+            continue
+        if _is_named_for_drawing(module):
+            return None
+        rates += [(module, name) for name, value in vars(module).items() if _is_rate(name, value)]
+    return rates
 
 
 class _Inside(threading.local):

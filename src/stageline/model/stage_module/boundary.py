@@ -6,7 +6,7 @@ import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -94,7 +94,7 @@ class BoundaryValues:
 
     def store(self, position: int, name: str, output: Any, copied: ValueNames) -> None:
         """Store the output of a unit; values in `copied` are cloned, because the forward modifies them."""
-        leaves, tree = flatten(output, name)
+        leaves, tree = _flatten_output(output, name)
         self.outputs.append(
             (position, tree, tuple(_form(leaf) if isinstance(leaf, Tensor) else [leaf] for leaf in leaves))
         )
@@ -133,9 +133,8 @@ class BoundaryValues:
         """Return the output of a unit of an earlier stage, with placeholders for what was not passed on."""
         for call, tree, leaves in self.outputs:
             if call == position:
-                return unflatten(
-                    [self._leaf(name_of_value(position, index), leaf) for index, leaf in enumerate(leaves)], tree
-                )
+                values = [self._leaf(name_of_value(position, index), leaf) for index, leaf in enumerate(leaves)]
+                return (values[0], {}) if tree == _tensor_alone() else unflatten(values, tree)
         raise StagelineError(f"the model calls {name}, but no earlier stage did; {GIVE_EXAMPLE} to record the calls")
 
     def _leaf(self, name: str, description: Sequence[Any]) -> Any:
@@ -145,6 +144,20 @@ class BoundaryValues:
             return self.values[name].clone() if name in self.copied else self.values[name]
         dtype, shape, device = description
         return _placeholder(dtype, shape, device, name)
+
+
+@cache
+def _tensor_alone() -> str:
+    """The tree of the most common output of a unit: a tensor, and nothing that was collected."""
+    return flatten((torch.empty(0), {}), "a unit")[1]
+
+
+def _flatten_output(output: Any, name: str) -> tuple[list[Any], str]:
+    """Flatten what a unit returned, and what was collected meanwhile."""
+    value, collected = output
+    if isinstance(value, Tensor) and not collected:
+        return flatten(value, name)[0], _tensor_alone()
+    return flatten(output, name)
 
 
 _DROPPED = "\0absent "

@@ -291,7 +291,7 @@ class StagePart(nn.Sequential):
     def forward(self, value: Any) -> Any:
         """Run the model's forward up to the end of this stage."""
         for original, module_copy in self._copies:
-            module_copy.training = original.module.training
+            module_copy.__dict__["training"] = original.module.training  # nn.Module's own assignment is slow
         versions = [raw_version(buffer) for _, buffer in self._frame_buffers]
         numbers = self.replay.counters.read()
         output = self.replay.run(self._frame[0], value)
