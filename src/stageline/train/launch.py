@@ -12,7 +12,11 @@ from stageline.common.errors import LaunchError, PipelineError, StagelineError
 from stageline.common.interrupts import EXIT_CODE, install, say_interrupted
 from stageline.distributed.launchers.launcher import Job, Outcome, describe, first_failure
 from stageline.distributed.launchers.processes import ProcessLauncher
+from stageline.distributed.recovery_policy import Recovery
 from stageline.train.config.config import Config
+
+MODULES = ("stageline.train.trainer", "stageline.train.report")
+"""What every rank imports."""
 
 
 def train_on(processes: int, config: Config) -> None:
@@ -21,7 +25,9 @@ def train_on(processes: int, config: Config) -> None:
     Ctrl-C and SIGTERM are passed on to the ranks, which save and stop. An error of several ranks is raised once.
     """
     launcher = ProcessLauncher(forwards=(signal.SIGINT, signal.SIGTERM))
-    outcomes = launcher.run(Job(train_as_rank, (config.to_dict(),), processes))
+    recovery = Recovery(config.recovery.max_restarts, config.recovery.on_loss)
+    job = Job(train_as_rank, (config.to_dict(),), processes, recovery=recovery, modules=MODULES)
+    outcomes = launcher.run(job)
     interrupts = launcher.forwarded.count(signal.SIGINT)
     if interrupts and any(outcome.code in (EXIT_CODE, -signal.SIGINT) for outcome in outcomes):
         if interrupts == 1:  # otherwise the first rank has said that it ended at once
