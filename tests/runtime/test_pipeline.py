@@ -665,6 +665,34 @@ def test_a_layer_that_begins_to_draw_later_is_detected_with_a_warning() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_dropout_that_drops_nothing_may_begin_to_drop() -> None:
+    """While its rate is 0, ranks need not take turns at the generator; then it draws as in one rank."""
+
+    class Rated(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout, self.drop = 0.0, nn.Dropout(0.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.dropout(self.drop(super().forward(x)), self.dropout)
+
+    runs = []
+    for name, ranks in (("gpipe", 1), ("zb-h1", 4)):
+        torch.manual_seed(14)
+        model: Any = nn.Sequential(*(Rated() for _ in range(4)))
+        pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule=name, ranks=ranks, microbatches=4, seed=3)
+        losses = [pipe.step(*batch()).losses]
+        model[1].drop.p = 0.5
+        losses.append(pipe.step(*batch()).losses)
+        model[2].dropout = 0.5
+        before = torch.get_rng_state()
+        losses.append(pipe.step(*batch()).losses)
+        assert torch.equal(torch.get_rng_state(), before)
+        runs.append((losses, gradients(model)))
+    assert runs[0][0] == runs[1][0]
+    assert_same_bits(runs[0][1], runs[1][1])
+
+
 def test_the_repr_of_a_pipeline_describes_it() -> None:
     assert repr(linear_pipeline(schedule="zb-v")) == (
         "<Pipeline of Sequential: 4 stages on 2 ranks, schedule zb-v, 2 microbatches; ranks are threads of this "
