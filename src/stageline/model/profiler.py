@@ -298,7 +298,8 @@ def neighbours_at_work(models: Sequence[nn.Module], example: Any) -> Iterator[No
 
     def work(model: nn.Module) -> None:
         while not done.is_set():
-            _backward(model(*args, **{**huggingface.defaults_of(model), **kwargs}))
+            with suppress(Exception):  # the measurement itself reports what fails
+                _backward(model(*args, **{**huggingface.defaults_of(model), **kwargs}))
 
     threads = [threading.Thread(target=work, args=(model,), name="stageline neighbour") for model in models]
     for thread in threads:

@@ -25,7 +25,8 @@ def train_on(processes: int, config: Config) -> None:
     Ctrl-C and SIGTERM are passed on to the ranks, which save and stop. An error of several ranks is raised once.
     """
     launcher = ProcessLauncher(forwards=(signal.SIGINT, signal.SIGTERM))
-    recovery = Recovery(config.recovery.max_restarts, config.recovery.on_loss)
+    options = config.recovery
+    recovery = Recovery(options.max_restarts, options.on_loss, options.spares)
     job = Job(train_as_rank, (config.to_dict(),), processes, recovery=recovery, modules=MODULES)
     outcomes = launcher.run(job)
     interrupts = launcher.forwarded.count(signal.SIGINT)

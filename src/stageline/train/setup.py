@@ -193,7 +193,7 @@ class Setup:
         if not text:
             if self.layout.device.type == "cpu":
                 self.alone = decide_together(self.host, self._measure_alone)
-                if not self.layout.main:
+                if 0 < self.layout.rank < cores() // torch.get_num_threads():
                     with suppress(Exception):  # only to compute beside rank 0, as in a step; rank 0 reports errors
                         self._profile()
             text = decide_together(self.host, self._choose)
@@ -258,7 +258,10 @@ class Setup:
                 f"{self.task.name} sees the tokens that it is to predict: its output at a position changes with the "
                 "tokens after it; use a causal model, or samples of your own"
             )
-        with neighbours_at_work([deepcopy(model) for _ in range(self._neighbours)], example):
+        neighbours: list[nn.Module] = []
+        with suppress(Exception):  # not every model can be copied
+            neighbours = [deepcopy(model) for _ in range(self._neighbours)]
+        with neighbours_at_work(neighbours, example):
             measured = self._measure(model, example, targets)
         memory = device_memory(model)
         sharing = self.layout.ranks if self.layout.processes == 1 else 1  # ranks that are threads share a GPU
