@@ -64,6 +64,8 @@ def host_names(text: str) -> list[str]:
     ['gpu07', 'gpu08', 'gpu09', 'gpu12', 'login1', 'rack1n0', 'rack1n1', 'rack2n0', 'rack2n1']
     """
     hosts: list[str] = []
+    if not re.fullmatch(r"(?:[^\[\]]|\[[^\[\]]*\])*", text):
+        raise StagelineError(f"the SLURM host list {shorten(text)} has brackets that do not match")
     for pattern in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text):
         names = [""]
         for literal, numbers in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", pattern):
@@ -78,7 +80,7 @@ def _numbers(ranges: str, text: str) -> list[str]:
     numbers: list[str] = []
     for part in ranges.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
-        if match is None:
+        if match is None or int(match[1]) > int(match[2] or match[1]):
             raise StagelineError(
                 f"the SLURM host list {shorten(text)} has {shorten(part)} in place of a range like 07-09"
             )
