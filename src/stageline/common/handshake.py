@@ -53,6 +53,18 @@ def uses_tls(environment: Mapping[str, str] | None = None) -> bool:
     return not missing
 
 
+def check_tls() -> None:
+    """Refuse variables of TLS that are incomplete, and files that cannot be read.
+
+    >>> check_tls()
+    """
+    if uses_tls():
+        from stageline.common.tls import load  # the failure monitor starts sooner without it
+
+        for server in (False, True):
+            load(server=server)
+
+
 class Session(NamedTuple):
     """A connection that stands."""
 

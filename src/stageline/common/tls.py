@@ -21,10 +21,14 @@ from stageline.common.handshake import TLS_VARIABLES as VARIABLES
 Result = TypeVar("Result")
 
 
+def load(*, server: bool) -> ssl.SSLContext:
+    """Read the files of the variables, once."""
+    return _context(server, *(os.environ[name] for name in VARIABLES))
+
+
 def wrap(link: socket.socket, *, server: bool) -> TlsSocket:
     """Encrypt a socket that does not block; `do_handshake` comes next."""
-    context = _context(server, *(os.environ[name] for name in VARIABLES))
-    wrapped = context.wrap_socket(link, server_side=server, do_handshake_on_connect=False)
+    wrapped = load(server=server).wrap_socket(link, server_side=server, do_handshake_on_connect=False)
     assert isinstance(wrapped, TlsSocket)
     return wrapped
 
@@ -98,7 +102,7 @@ class TlsSocket(ssl.SSLSocket):
         return total, [], 0, None
 
     def sendmsg(self, buffers: Iterable[memoryview], *_: Any) -> int:  # type: ignore[override]
-        """Send as much of the buffers as the network takes."""
+        """Send as much of the buffers as the network takes; what it did not take must come first in the next call."""
         total = 0
         for buffer in buffers:
             at = 0

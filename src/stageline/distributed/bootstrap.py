@@ -20,6 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from stageline.common.addresses import route_to
 from stageline.common.errors import ControlError, PipelineError, StagelineError, TransportError, TrustError
+from stageline.common.handshake import check_tls
 from stageline.common.ports import check_ports
 from stageline.common.trust import one_machine
 from stageline.distributed import attempts
@@ -179,6 +180,7 @@ def several_processes(deadline: float) -> bool:
         if check_environment(os.environ) == 1:
             return False
         check_ports(os.environ)
+        check_tls()
         _join(deadline)
     return dist.get_world_size() > 1
 

@@ -31,7 +31,7 @@ import time
 from typing import Any
 
 from stageline.common.errors import StagelineError, TrustError
-from stageline.common.handshake import PATIENCE, TLS_VARIABLES, Facts, MessageSeal, Reception, uses_tls
+from stageline.common.handshake import PATIENCE, Facts, MessageSeal, Reception, check_tls
 from stageline.common.ports import listen
 from stageline.faults.monitor.blame import BlameRules
 
@@ -176,7 +176,11 @@ class Server:
             if error.errno in (errno.EMFILE, errno.ENFILE) and strangers:
                 self._close(strangers[0])  # the new one is accepted in the next round
             return
-        peer = Peer(Reception(link, self.token, self._admit))
+        try:
+            peer = Peer(Reception(link, self.token, self._admit))
+        except OSError:  # it is gone already
+            link.close()
+            return
         self.peers[peer.link] = peer
         self.selector.register(peer.link, selectors.EVENT_READ, peer)
         self._proceed(peer)
@@ -327,8 +331,7 @@ def main() -> None:
     """Read the options from stdin, bind, print the port, and serve as a process that is nobody's child."""
     options = json.loads(sys.stdin.readline())
     try:
-        if uses_tls():  # its files must be found from another folder, too
-            os.environ.update({name: os.path.abspath(os.environ[name]) for name in TLS_VARIABLES})
+        check_tls()  # its files are read here, before this process changes its folder
         listener = listen(options["host"])
     except (OSError, StagelineError) as error:
         print(json.dumps({"error": str(error)}), flush=True)

@@ -240,7 +240,11 @@ class Links:
             if link in self._strangers and now - reception.since > PATIENCE:
                 self._dismiss(link)
         while not self.ended and (call := self._take_call()) is not None:
-            reception = Reception(call, self._token, self._admit)
+            try:
+                reception = Reception(call, self._token, self._admit)
+            except OSError:  # it is gone already
+                call.close()
+                continue
             self._strangers[reception.link] = reception
             self._proceed(reception.link)
 
