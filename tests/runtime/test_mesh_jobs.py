@@ -19,6 +19,7 @@ from support.meshes import (
     VOCABULARY,
     WIDTH,
     MeshBlock,
+    assert_same,
     both,
     compare,
     compare_schedules,
@@ -28,7 +29,6 @@ from support.meshes import (
     own_forward,
     pipeline,
     quiet,
-    same_bits,
     sequential,
     sharded,
     tensor_parallel,
@@ -53,7 +53,7 @@ def shards_optimizer(mesh: DeviceMesh, fn: Any) -> None:
         train(pipeline(sequential(), mesh, fn, schedule="zb-h1", shard_optimizer=shard), max_norm=0.5)
         for shard in (False, True)
     ]
-    assert same_bits(*results)
+    assert_same(*results)
 
 
 def planned() -> GPT:

@@ -20,6 +20,7 @@ from stageline.testing import run_ranks
 from support.meshes import (
     CASES,
     assert_close,
+    assert_same,
     checks,
     compare,
     compare_schedules,
@@ -31,7 +32,6 @@ from support.meshes import (
     penalize,
     pipeline,
     quiet,
-    same_bits,
     sequential,
     sharded,
     tied_own_forward,
@@ -124,7 +124,7 @@ def mixes_precision_as_alone(mesh: DeviceMesh) -> None:
 
     rows = ((mesh, "zb-h1"), (mesh["dp_shard"], "1f1b"))
     results = [train(pipeline(sequential().float(), row, fn, schedule=name), max_norm=0.5) for row, name in rows]
-    assert same_bits(*results)
+    assert_same(*results)
 
 
 def adapts(mesh: DeviceMesh) -> None:
@@ -254,7 +254,7 @@ def compiles(mesh: DeviceMesh) -> None:
         compare(own_forward(), rows, None, "zb-v", 4, max_norm=0.5, compile="graphs", **more)
         for rows, more in ((mesh, always), (replicas, {}))
     ]
-    assert same_bits(*results)
+    assert_same(*results)
     source = sequential()
     source[2] = Modes().double()
     before = counters["frames"]["ok"]

@@ -308,7 +308,7 @@ def compare_schedules(
         schedule = synthesized(ranks, microbatches) if name == "synthesized" else name
         for _ in range(1 + again):
             result = compare(model, mesh, fn, schedule, microbatches, max_norm=0.5, **options)
-            assert same_bits(result, alone[microbatches]), (mesh.mesh_dim_names, name, microbatches)
+            assert_same(result, alone[microbatches], f"{mesh.mesh_dim_names} {name} {microbatches}")
     return result
 
 
@@ -353,9 +353,14 @@ def checks(mesh: DeviceMesh, fn: Any, **options: Any) -> None:
     assert report.verdict == "different", str(report)
 
 
-def same_bits(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two runs have the same bits, as far as both have gradients."""
-    weights = all(torch.equal(one["weights"][name], other["weights"][name]) for name in one["weights"])
-    shared = one.get("gradients", {}).keys() & other.get("gradients", {}).keys()
-    gradients = all(torch.equal(one["gradients"][name], other["gradients"][name]) for name in shared)
-    return weights and gradients and one["losses"] == other["losses"] and one["norms"] == other["norms"]
+def assert_same(one: dict[str, Any], other: dict[str, Any], what: str = "") -> None:
+    """Two runs have the same bits, as far as both have gradients."""
+    lists = [f"{kind}: {one[kind]} and {other[kind]}" for kind in ("losses", "norms") if one[kind] != other[kind]]
+    tensors = [
+        f"{kind} of {name}"
+        for kind in ("gradients", "weights")
+        for name in one.get(kind, {}).keys() & other.get(kind, {}).keys()
+        if not torch.equal(one[kind][name], other[kind][name])
+    ]
+    if lists or tensors:
+        raise AssertionError("; ".join([what, *lists, *sorted(tensors)]))

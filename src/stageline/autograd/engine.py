@@ -4,6 +4,9 @@
 the work of a small action. The roots are valid here, and the engine itself refuses gradients that do not fit. Tensor
 subclasses may override the backward, so they use torch's own functions.
 
+The engine runs in the calling thread. By default, torch runs the nodes of a GPU in a thread of its own, which costs an
+action two switches of threads, and ranks that are threads would wait for each other.
+
 A hook on a tensor or node may change a gradient or count its calls, so it must run exactly once, in I or in W. torch
 does not reveal which nodes have hooks, but it numbers every hook that Python registers. If the number grew between a
 forward and its backward, the graph may have hooks, and its backward is not split.
@@ -13,7 +16,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -43,13 +45,6 @@ _uncounted = 0
 _MARK = "stageline"
 
 
-@cache
-def start_thread(device: int) -> None:
-    """Start autograd's thread of a GPU: if the first thing it ran were a product, cuBLAS would warn."""
-    with torch.enable_grad():
-        torch.zeros(1, device=torch.device("cuda", device), requires_grad=True).exp().sum().backward()  # type: ignore[no-untyped-call]
-
-
 def backward(roots: Sequence[Root], grads: Sequence[Tensor | None]) -> None:
     """Accumulate the gradients of all leaves behind some roots; None stands for the gradient 1 of a scalar.
 
@@ -58,10 +53,12 @@ def backward(roots: Sequence[Root], grads: Sequence[Tensor | None]) -> None:
     >>> leaf.grad
     tensor([3., 3.])
     """
-    if _usual(roots):
-        run_engine(tuple(roots), _filled(roots, grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
-    else:
-        torch.autograd.backward(list(roots), list(grads))  # type: ignore[arg-type]
+    with torch.autograd.set_multithreading_enabled(False):
+        if _usual(roots):
+            filled = _filled(roots, grads)
+            run_engine(tuple(roots), filled, False, False, (), allow_unreachable=True, accumulate_grad=True)
+        else:
+            torch.autograd.backward(list(roots), list(grads))  # type: ignore[arg-type]
 
 
 def gradients(
@@ -73,14 +70,15 @@ def gradients(
     >>> gradients([(3 * leaf).sum()], [None], [leaf], keep=False)
     (tensor([3., 3.]),)
     """
-    if _usual(roots) and _usual(inputs):
-        return tuple(
-            run_engine(
-                tuple(roots), _filled(roots, grads), keep, False, tuple(inputs), allow_unreachable=True,
-                accumulate_grad=False,
+    with torch.autograd.set_multithreading_enabled(False):
+        if _usual(roots) and _usual(inputs):
+            filled = _filled(roots, grads)
+            return tuple(
+                run_engine(
+                    tuple(roots), filled, keep, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+                )
             )
-        )  # fmt: skip
-    return torch.autograd.grad(list(roots), list(inputs), list(grads), retain_graph=keep, allow_unused=True)  # type: ignore[arg-type]
+        return torch.autograd.grad(list(roots), list(inputs), list(grads), retain_graph=keep, allow_unused=True)  # type: ignore[arg-type]
 
 
 def backward_to(

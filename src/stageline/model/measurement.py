@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from stageline.autograd.engine import ArrivingGradients, registered_hooks
+from stageline.autograd.engine import ArrivingGradients, backward, registered_hooks
 from stageline.autograd.graph_plan import GraphPlan
 from stageline.autograd.split_backward import SplitBackward
 from stageline.common.errors import StagelineError, shorten
@@ -285,7 +285,7 @@ class CallBenchmark:
             return nothing
         grads = graph.grads()
         with self._errors_named(), plain_precision(), ArrivingGradients(graph.inputs):
-            return measure(lambda: torch.autograd.backward(graph.outputs, grads))[0]
+            return measure(lambda: backward(graph.outputs, grads))[0]
 
     def forward(self, keep: bool, running: bool = False) -> None:
         """Run F, before `halves` or `whole`. Record its time if `keep`, else it is a warm-up.
@@ -351,11 +351,11 @@ def run_round(calls: Sequence[CallBenchmark], keep: bool, running: bool = False)
     They run in the order of a step, so that caches and memory are as in a step, and a slow spell of the machine affects
     all layers. With `running`, the host launches one after the other and does not wait for a GPU, as in a step.
     """
-    for backward in (CallBenchmark.halves, CallBenchmark.whole):
+    for run_backward in (CallBenchmark.halves, CallBenchmark.whole):
         for call in calls:
             call.forward(keep, running)
         for call in reversed(calls):
-            backward(call, keep, running)
+            run_backward(call, keep, running)
 
 
 Value = TypeVar("Value")
@@ -380,8 +380,7 @@ class Timer:
         if self.device.type == "cpu":
             return 0.0
         leaf = torch.zeros((), device=self.device, requires_grad=True)
-        run = lambda: torch.autograd.backward(leaf + 0)  # noqa: E731
-        return min(on_host(run)[0] for _ in range(ENGINE_CALLS))
+        return min(on_host(lambda: backward([leaf + 0], [None]))[0] for _ in range(ENGINE_CALLS))
 
     def __call__(self, call: Callable[[], Value]) -> tuple[float, Value]:
         """Return the seconds, and the result of the call."""

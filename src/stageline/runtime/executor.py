@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stageline.autograd import engine
 from stageline.common.errors import PeerFailed, StagelineError
 from stageline.distributed.failures import Change
 from stageline.distributed.rank_host import RankProgress
@@ -181,8 +180,6 @@ class Executor:
         """What the pipeline was planned with, for the error of a rank that runs out of memory."""
         self.outputs = OutputForms()
         self.device = device_of(stage.part for stage in stages.values())
-        if self.device is not None and schedule.training:
-            engine.start_thread(self.device)
         self._spare_events: list[Any] = []
         self._stream: Any = torch.cuda.Stream(self.device) if self.device is not None and own_stream else None  # type: ignore[no-untyped-call]
         captures = cuda_graphs and self.device is not None
