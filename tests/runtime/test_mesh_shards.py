@@ -124,7 +124,7 @@ def mixes_precision_as_alone(mesh: DeviceMesh) -> None:
 
     rows = ((mesh, "zb-h1"), (mesh["dp_shard"], "1f1b"))
     results = [train(pipeline(sequential().float(), row, fn, schedule=name), max_norm=0.5) for row, name in rows]
-    assert_same(*results)
+    assert_same(results[0], results[1])
 
 
 def adapts(mesh: DeviceMesh) -> None:
@@ -254,7 +254,7 @@ def compiles(mesh: DeviceMesh) -> None:
         compare(own_forward(), rows, None, "zb-v", 4, max_norm=0.5, compile="graphs", **more)
         for rows, more in ((mesh, always), (replicas, {}))
     ]
-    assert_same(*results)
+    assert_same(results[0], results[1])
     source = sequential()
     source[2] = Modes().double()
     before = counters["frames"]["ok"]

@@ -262,7 +262,7 @@ def replicates(rank: int) -> bool:
             optimizer.step()
             optimizer.zero_grad()
         states.append(own.state_dict())
-    assert_same_bits(*states)
+    assert_same_bits(states[0], states[1])
     return travels_over_nccl(pipe)
 
 

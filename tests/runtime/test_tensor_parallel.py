@@ -372,7 +372,7 @@ def on_families(rank: int) -> None:
         within = {"within": options["within"]} if "within" in options else {}
         model = from_config(kind, **{name: value for name, value in options.items() if name != "within"})
         if kind in PACKED and not joins_packed_parts():
-            assert "cannot join the parts of packed" in error_of(lambda model=model: pipeline(model, mesh))  # type: ignore[misc]
+            assert "cannot join the parts of packed" in error_of(lambda model=model: pipeline(model, mesh))
         else:
             compare(model, mesh, None, "zb-h1", 3, **within)
     compare(from_config("qwen3"), mesh, None, "zb-h1", 4, max_norm=0.5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -96,6 +97,9 @@ class _Task(NamedTuple):
     """What it is called: its letter, stage and microbatch."""
     name: str
     """The same as profilers show it."""
+    joined: bool = False
+    """Whether it is an I that its own W follows at once while no other rank waits for its output, or that W: I then
+    runs the whole backward, which costs less than two halves, and W does nothing."""
 
 
 class _MessageForm(NamedTuple):
@@ -140,7 +144,7 @@ class Executor:
         own = list(schedule.slices())[rank]
         self._first = own.start
         self._last_stage = schedule.stages - 1
-        self._tasks = [self._task(index) for index in range(own.start, own.stop)]
+        self._tasks = _join_halves([self._task(index) for index in range(own.start, own.stop)])
         last = {task.stage: position for position, task in enumerate(self._tasks) if task.kind != kinds.F}
         self._complete = {position: stage for stage, position in last.items()}
         """After which of its tasks the gradients of which stage are complete."""
@@ -155,7 +159,8 @@ class Executor:
         self._gathers: dict[int, int] = {}
         """By stage, the number of the gather that runs."""
         for number, stage in stages.items():
-            stage.splits_backward = any(task.kind == kinds.I for task in self._tasks if task.stage == number)
+            own_tasks = (task for task in self._tasks if task.stage == number and not task.joined)
+            stage.splits_backward = any(task.kind == kinds.I for task in own_tasks)
         self._local: dict[tuple[Traffic, int, int], Message] = {}
         self._parked_before = self._find_parked_before()
         """For tasks that take a message out of order: the tasks whose messages arrive before it and must be parked.
@@ -263,7 +268,7 @@ class Executor:
                 self._run_shard_actions(position, result, ready)
             progress.doing = task.label
             arrived = None if task.feeder is None else self._input(task, request, result)
-            if clock is not None:
+            if clock is not None and not (task.joined and task.kind == kinds.W):
                 clock.start(after_message=task.source is not None)
             if task.stage in self._shards and task.kind != kinds.W:
                 self._wait_for_shards(task.stage, result)
@@ -271,7 +276,9 @@ class Executor:
             with self.compile_lock, mark(task.name):
                 message = self._compute(task, arrived, request, result)
             ended = perf_counter()
-            if clock is not None:
+            if task.joined and task.kind == kinds.W:
+                began, ended = result.halve()
+            elif clock is not None:
                 clock.end()
             result.starts.append(began)
             result.ends.append(ended)
@@ -375,6 +382,8 @@ class Executor:
         if task.kind == kinds.F:
             return self._forward(stage, task, arrived, request, result)
         if task.kind == kinds.W:
+            if task.joined:
+                return None
             graphs = self.graphs
             microbatch = task.microbatch
             total, unsplit = (
@@ -384,11 +393,13 @@ class Executor:
             return None
         grads = None if arrived is None else self._parts(arrived)[0]
         changed = () if arrived is None else arrived.wants_gradient
-        run: Any = stage.backward if task.kind == kinds.B else stage.backward_input
+        whole = task.kind == kinds.B or task.joined
+        run: Any = stage.backward if whole else stage.backward_input
         if self.graphs is None:
             gradients, changed = run(task.microbatch, grads, changed)
         else:
-            gradients, changed = self.graphs.backward(task.label[0], run, stage, task.microbatch, grads, changed)
+            name = "B" if whole else "I"
+            gradients, changed = self.graphs.backward(name, run, stage, task.microbatch, grads, changed)
         if self._shards:
             gradients = [None if gradient is None else arrived_tensor(gradient) for gradient in gradients]
         if task.stage > 0:
@@ -559,8 +570,10 @@ class Executor:
 
     def shard(self) -> None:
         """Its stages are sharded: gather their parameters and reduce their gradients where the program says."""
+        self._tasks = [task._replace(joined=False) for task in self._tasks]  # W may run without the parameters
         for index, stage in self.stages.items():
             self._shards[index] = stage.shards = stage.shards or ShardedStage(stage.part)
+            stage.splits_backward = any(task.kind == kinds.I for task in self._tasks if task.stage == index)
         sharding = self.schedule.sharding
         for number in () if sharding is None else sharding.of_rank(self.rank):
             assert sharding is not None
@@ -571,6 +584,15 @@ class Executor:
             elif action.kind == "UNSHARD":
                 use = single_use(self.schedule, self.rank, number)
                 self._single_uses[number] = None if use is None else int(self.schedule.action_kinds[use])
+
+
+def _join_halves(tasks: list[_Task]) -> list[_Task]:
+    """Mark every I and W that can run as one backward."""
+    for position, (first, second) in enumerate(pairwise(tasks)):
+        halves = (first.kind, second.kind) == (kinds.I, kinds.W) and first.label[1:] == second.label[1:]
+        if halves and first.target is None:
+            tasks[position], tasks[position + 1] = first._replace(joined=True), second._replace(joined=True)
+    return tasks
 
 
 def device_of(parts: Iterable[nn.Module]) -> int | None:

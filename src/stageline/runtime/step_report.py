@@ -38,6 +38,7 @@ class GpuClock:
         self._ends: list[Any] = []
         self._stream, self._base, self._moment, self._spare = stream, base, moment, spare
         self._known: list[tuple[float, float]] = []
+        self._halves: set[int] = set()
 
     def start(self, *, after_message: bool) -> None:
         """The next action begins: after a message that it waited for, or when the action before it ended."""
@@ -46,6 +47,12 @@ class GpuClock:
     def end(self) -> None:
         """The action has ended."""
         self._ends.append(self.event())
+
+    def halve(self) -> None:
+        """The last action was two that ran as one: each took half of its time."""
+        self._halves.add(len(self._ends))
+        self._starts.append(self._starts[-1])
+        self._ends.append(self._ends[-1])
 
     def event(self, stream: Any = None) -> Any:
         """An event in the rank's stream, or in another."""
@@ -67,7 +74,11 @@ class GpuClock:
         until = len(self._ends) - 1 if actions is None else actions
         for position in range(len(self._known), until):
             self._ends[position].synchronize()
-            self._known.append((self._read(self._starts[position]), self._read(self._ends[position])))
+            start, end = self._read(self._starts[position]), self._read(self._ends[position])
+            if position in self._halves:
+                middle = (start + end) / 2
+                self._known[-1], start = (start, middle), middle
+            self._known.append((start, end))
 
     def moment(self, event: Any) -> float:
         """Wait for an event; return its time in seconds, on the scale of `time.perf_counter`."""
@@ -127,6 +138,14 @@ class RankResult:
     """The values that are not finite; None if they are not checked."""
     finished_event: Any = None
     """An event in this rank's stream, after which its part of the step is finished; None without a GPU."""
+
+    def halve(self) -> tuple[float, float]:
+        """The last action was two that ran as one, each for half of its time; return start and end of the second."""
+        if self.gpu_clock is not None:
+            self.gpu_clock.halve()
+        end = self.ends[-1]
+        self.ends[-1] = (self.starts[-1] + end) / 2
+        return self.ends[-1], end
 
     def times(self) -> tuple[Floats, Floats]:
         """Start and end of each action in seconds, on the scale of `time.perf_counter`; waits for a GPU."""
