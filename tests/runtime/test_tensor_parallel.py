@@ -166,6 +166,17 @@ def on_dtensors(rank: int) -> dict[str, str]:
     errors = {"not finite": error_of(lambda: counted.step(*data(0)))}
     for name, buffer in counted.named_buffers():
         assert not local(buffer).any(), name
+    # Layers that compute something else where they are cut, and optimizers that step plain tensors beside DTensors.
+    compare(fixed_heads(), mesh, divide_heads, "1f1b", 3)
+    cut = pipeline(fixed_heads(), mesh, cut_attention)
+    errors["heads"] = error_of(lambda: cut.step(*data(0)))
+    errors["again"] = error_of(lambda: cut.evaluate(*data(0)))
+    pipe = pipeline(own_forward(), mesh, tensor_parallel)
+    pipe.step(*data(0))
+    before = {name: local(parameter).clone() for name, parameter in pipe.named_parameters()}
+    errors["optimizer"] = error_of(torch.optim.AdamW(pipe.parameters(), foreach=True).step)
+    assert all(torch.equal(local(parameter), before[name]) for name, parameter in pipe.named_parameters())
+    torch.optim.AdamW(pipe.parameters(), foreach=False).step()
     tokens = distribute_tensor(data(0)[0], mesh["tp"], [Replicate()])
     errors["batch"] = error_of(lambda: pipe.step(tokens, data(0)[1]))
     return errors
@@ -175,6 +186,15 @@ def test_dtensors_cross_stages_as_parts() -> None:
     for errors in run_ranks(on_dtensors, 4, timeout=120):
         assert "the loss of microbatch 0 is" in errors["not finite"]
         assert "the inputs hold a DTensor; pass plain tensors" in errors["batch"]
+        fixed = (
+            r"failed in F of stage 0, microbatch 0: .*layers.1 \(FixedHeads\) gives other values when tp 2 cuts its "
+        )
+        assert re.search(
+            fixed + r"layers: they differ from those of the whole layer by 0\.\d+ of the largest", errors["heads"]
+        )
+        assert "layers.1 (FixedHeads) gives other values" in errors["again"]
+        mixed = r"AdamW would update layers.\d.up.weight, which is a DTensor, and .*weight, which is not, in one call"
+        assert re.search(mixed, errors["optimizer"])
 
 
 # Plans of models.
@@ -220,6 +240,22 @@ class Attention(nn.Module):
         return torch.as_tensor(x + self.wo(self.wq(x).view(*x.shape[:-1], -1, 4).flatten(-2)))
 
 
+class FixedHeads(Attention):
+    """Two heads, whatever part of the features it has: wrong where it is cut, without an error."""
+
+    n_heads = 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.wq(x).unflatten(-1, (self.n_heads, -1))
+        return torch.as_tensor(x + self.wo((heads * heads.mean(-1, keepdim=True)).flatten(-2)))
+
+
+def fixed_heads() -> MeshModel:
+    model = own_forward()
+    model.layers[1] = FixedHeads()
+    return model.double()
+
+
 def three_heads() -> MeshModel:
     model = own_forward()
     model.layers[1] = Attention()
@@ -232,6 +268,14 @@ def cut_attention(part: Any, mesh: Any) -> None:
     for module in part.modules():
         if hasattr(module, "wq"):
             parallelize_module(module, mesh["tp"], {"wq": ColwiseParallel(), "wo": RowwiseParallel()})
+
+
+def divide_heads(part: Any, mesh: Any) -> None:
+    """Cut an attention, and let it know how many heads it has."""
+    cut_attention(part, mesh)
+    for module in part.modules():
+        if isinstance(module, FixedHeads):
+            module.n_heads = 1
 
 
 def odd_width() -> MeshModel:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from operator import attrgetter
 from types import FunctionType
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,9 @@ from stageline.autograd import engine
 from stageline.tensors.sharded import local
 
 __all__ = [
+    "Attributes",
     "ShardGroups",
+    "attributes_of",
     "buffer_named",
     "called_as",
     "compile_forward",
@@ -37,6 +40,7 @@ __all__ = [
     "joins_packed_parts",
     "mark_stepped",
     "optimizer_hooks",
+    "other_state",
     "packed_shard",
     "parameters_of",
     "profiler_is_on",
@@ -113,6 +117,44 @@ def buffer_named(module: nn.Module, name: str) -> Tensor | None:
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The parameters of this module itself, not of its submodules; they may be replaced."""
     return module._parameters
+
+
+Attributes: TypeAlias = dict[str, Any]
+"""The attributes of a module itself: not its parameters, buffers and submodules."""
+
+
+def attributes_of(part: nn.Module) -> dict[nn.Module, Attributes]:
+    """The attributes of all modules of a stage, their hooks among them."""
+    kept = ("_parameters", "_buffers", "_modules")
+    return {
+        module: {
+            name: value.copy() if isinstance(value, OrderedDict) else value
+            for name, value in vars(module).items()
+            if name not in kept
+        }
+        for module in part.modules()
+    }
+
+
+@contextmanager
+def other_state(
+    module: nn.Module, attributes: Mapping[nn.Module, Attributes], change: Callable[[Tensor], Tensor]
+) -> Iterator[None]:
+    """Let a module, and those in it, have other attributes, and changed parameters and buffers, for a while."""
+    states = [(inner, dict(vars(inner))) for inner in module.modules()]
+    try:
+        for inner, state in states:
+            if inner in attributes:
+                vars(inner).clear()
+                vars(inner).update(attributes[inner], _modules=state["_modules"])
+            for kind in ("_parameters", "_buffers"):
+                tensors = state[kind].items()
+                vars(inner)[kind] = {name: None if tensor is None else change(tensor) for name, tensor in tensors}
+        yield
+    finally:
+        for inner, state in states:
+            vars(inner).clear()
+            vars(inner).update(state)
 
 
 def optimizer_hooks(optimizer: Optimizer) -> list[Any]:

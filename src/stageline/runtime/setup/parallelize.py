@@ -13,9 +13,17 @@ from stageline.common.errors import StagelineError, shorten
 from stageline.model.build.build import Description
 from stageline.model.stage_module.stage_module import StagePart
 from stageline.model.units import layers_of
-from stageline.runtime._torch_private import parameters_of
+from stageline.runtime._torch_private import attributes_of, parameters_of
+from stageline.runtime.guards.cut_layers import refuse_mixed_optimizers, watch_cut_layers
 from stageline.runtime.setup.options import PipelineOptions
-from stageline.runtime.setup.tensor_parallel import cut_by_plan, dimension_to_shard, kept_whole, plan_of, refuse_uneven
+from stageline.runtime.setup.tensor_parallel import (
+    cut_by_plan,
+    dimension_to_shard,
+    head_counts,
+    kept_whole,
+    plan_of,
+    refuse_uneven,
+)
 from stageline.runtime.setup.ties import tied_names
 from stageline.tensors.sharded import is_sharded, part_like
 
@@ -80,7 +88,7 @@ def _default_of(model: nn.Module, layout: Layout) -> Parallelize:
     def cut_and_shard(part: nn.Module, mesh: DeviceMesh) -> None:
         parameters = part.named_parameters(remove_duplicate=False)
         cut_by_plan(part, mesh, plan, {id(parameter) for name, parameter in parameters if name in names})
-        refuse_uneven(part, layout.tensors, heads=False)
+        refuse_uneven(part, layout.tensors)
         if layout.shards > 1:
             shard_blocks(part, mesh)
 
@@ -91,8 +99,9 @@ def _evenly(function: Parallelize, degree: int) -> Parallelize:
     """A user's function, and the check that tp divides what it cuts."""
 
     def apply_evenly(part: nn.Module, mesh: DeviceMesh | None) -> Any:
+        heads = head_counts(part)  # the function may divide them
         answer = function(part, mesh)
-        refuse_uneven(part, degree, heads=True)
+        refuse_uneven(part, degree, heads)
         return answer
 
     return apply_evenly
@@ -115,8 +124,10 @@ def apply(function: Parallelize, stages: Sequence[tuple[int, nn.Module]], mesh: 
             part.replay.twins.prepare()
     for stage, part in stages:
         before = dict(part.named_parameters(remove_duplicate=False))
+        attributes = attributes_of(part)
         with _only_own_units(part):
             answer = function(part, mesh)
+            watch_cut_layers(part, attributes)
         if answer is not None and answer is not part:
             other = f"another {type(answer).__name__}" if isinstance(answer, nn.Module) else shorten(answer)
             raise StagelineError(
@@ -124,6 +135,7 @@ def apply(function: Parallelize, stages: Sequence[tuple[int, nn.Module]], mesh: 
             )
         after = dict(part.named_parameters(remove_duplicate=False))
         _refuse_new_names(stage, before, after)
+    refuse_mixed_optimizers((name, parameter) for _, part in stages for name, parameter in part.named_parameters())
 
 
 def _refuse_new_names(stage: int, before: dict[str, nn.Parameter], after: dict[str, nn.Parameter]) -> None:

@@ -301,8 +301,16 @@ def dimension_to_shard(parameter: nn.Parameter) -> Any:
 # What a degree must divide.
 
 
-def refuse_uneven(part: nn.Module, degree: int, *, heads: bool) -> None:
-    """Refuse a degree that does not divide a dimension that is cut, or with `heads` the heads of an attention."""
+def head_counts(part: nn.Module) -> dict[nn.Module, dict[str, int]]:
+    """The number of heads of every module that has one, by the names of the attributes."""
+    counts = {module: {name: getattr(module, name, None) for name in HEADS} for module in part.modules()}
+    return {
+        module: {name: count for name, count in own.items() if type(count) is int} for module, own in counts.items()
+    }
+
+
+def refuse_uneven(part: nn.Module, degree: int, heads: Mapping[nn.Module, Mapping[str, int]] | None = None) -> None:
+    """Refuse a degree that does not divide a dimension that is cut, or the `heads` of a whole attention."""
     for name, size, dimension in _cut_dimensions(part):
         if size % degree:
             raise StagelineError(
@@ -310,8 +318,9 @@ def refuse_uneven(part: nn.Module, degree: int, *, heads: bool) -> None:
                 "divides it, or leave that layer whole"
             )
         owner, _, layer = name.rpartition(".")[0].rpartition(".")
-        if heads and dimension == 0 and OF_HEADS.fullmatch(layer):
-            refuse_heads(name.rpartition(".")[0], part.get_submodule(owner), degree)
+        if heads is not None and dimension == 0 and OF_HEADS.fullmatch(layer):
+            module = part.get_submodule(owner)
+            _refuse_counts(name.rpartition(".")[0], type(module).__name__, heads.get(module, {}), degree)
 
 
 def _cut_dimensions(part: nn.Module) -> Iterator[tuple[str, int, int]]:
@@ -332,10 +341,14 @@ def refuse_heads(name: str, owner: nn.Module, degree: int, config: Any = None) -
     """Refuse a degree that does not divide the heads of the attention that a layer belongs to."""
     holders = [owner] if config is None or "attention" not in type(owner).__name__.lower() else [owner, config]
     for holder in holders:
-        for attribute in HEADS:
-            count = getattr(holder, attribute, None)
-            if type(count) is int and count % degree:
-                raise StagelineError(
-                    f"tp is {degree}, which does not divide {attribute} {count} of {type(holder).__name__}, and {name} "
-                    "is cut by heads: use a tp that divides it"
-                )
+        counts = {attribute: getattr(holder, attribute, None) for attribute in HEADS}
+        _refuse_counts(name, type(holder).__name__, counts, degree)
+
+
+def _refuse_counts(name: str, holder: str, counts: Mapping[str, Any], degree: int) -> None:
+    for attribute, count in counts.items():
+        if type(count) is int and count % degree:
+            raise StagelineError(
+                f"tp is {degree}, which does not divide {attribute} {count} of {holder}, and {name} is cut by heads: "
+                "use a tp that divides it"
+            )
