@@ -4,7 +4,9 @@ python benchmarks/one_gpu.py [--repeats 5] [--samples 2] [--blocks 16] [--width 
 
 bfloat16, 16 microbatches with the given number of samples of 1024 tokens. Every number is a median of this run,
 measured in turns. Memory is the peak allocation without parameters and gradients; with CUDA graphs, that of their pool.
-Ranks are threads of this process; torch's schedules run their four stages on one rank. "by certificate" is the peak
+Ranks are threads of this process; torch's schedules run their four stages on one rank. In "interleaved-zb" W follows I
+at once, and both run as one backward; in "W later", another action is between them, and the backward is split. "by
+certificate" is the peak
 that follows from the schedule's order and the measured memory of every stage per microbatch, after its forward and
 between I and W.
 """
@@ -36,6 +38,7 @@ from stageline.testing import one_process_step
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "interleaved, 1 rank": ("interleaved", 1, {"chunks": 4}),
     "interleaved-zb, 1 rank": ("interleaved-zb", 1, {"chunks": 4}),
+    "interleaved-zb, 1 rank, W later": ("interleaved-zb", 1, {"chunks": 4}),
     "interleaved-zb, graphs": ("interleaved-zb", 1, {"chunks": 4, "compile": "graphs"}),
     "interleaved-zb, inductor": ("interleaved-zb", 1, {"chunks": 4, "compile": True}),
     "interleaved, CUDA graphs": ("interleaved", 1, {"chunks": 4, "cuda_graphs": True}),
@@ -68,6 +71,18 @@ class Block(nn.Module):
         mixed = functional.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
         return torch.as_tensor(x + self.down(functional.gelu(self.up(self.second(x)))))
+
+
+def w_later(schedule: sl.Schedule) -> sl.Schedule:
+    """The same schedule, in which another action stands between every I and its W, except for the last W."""
+    programs = []
+    for program in schedule.programs:
+        actions = list(map(str, program))
+        for place in range(len(actions) - 2, -1, -1):
+            if "W" in actions[place]:
+                actions[place : place + 2] = actions[place + 1], actions[place]
+        programs.append(actions)
+    return sl.Schedule.from_programs(programs, placement=schedule.placement, name=schedule.name)
 
 
 def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
@@ -173,9 +188,13 @@ def main() -> None:
             trained = (
                 copy.deepcopy(model) if {"compile", "cuda_graphs"} & {*extra} else model
             )  # what is compiled or captured stays so
-            pipes[name] = sl.Pipeline(
-                trained, loss_fn=loss_fn, schedule=family, ranks=ranks, microbatches=MICROBATCHES, **extra
-            )
+            sizes: dict[str, Any] = {"ranks": ranks, "microbatches": MICROBATCHES}
+            if name.endswith("W later"):
+                pipes[name] = sl.Pipeline(
+                    trained, loss_fn=loss_fn, schedule=w_later(sl.schedule(family, **sizes, **extra))
+                )
+            else:
+                pipes[name] = sl.Pipeline(trained, loss_fn=loss_fn, schedule=family, **sizes, **extra)
     runs: dict[str, Callable[[], Any]] = {
         "plain loop": lambda: one_process_step(model, loss_fn, tokens, tokens, MICROBATCHES)
     }

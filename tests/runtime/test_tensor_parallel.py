@@ -398,14 +398,20 @@ def test_huggingface_models_are_cut_by_their_own_plan() -> None:
 
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "experts_implementation": "eager"}
+MLA = {
+    "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4,
+    "v_head_dim": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     **{kind: {} for kind in ("qwen2", "mistral", "gemma2", "phi", "phi3", "olmo2", "cohere", "starcoder2", "glm4")},
     "gpt_neox": {"rotary_pct": 0.5},
     "qwen3_moe": {**MOE, "within": 1e-5},
     "mixtral": {"num_local_experts": 4, **MOE, "within": 1e-5},  # its router computes in float32
+    "gemma3_text": {"within": 1e-5},  # its norms compute in float32
+    "deepseek_v3": {**MLA, **MOE, "within": 1e-5},
 }
 """Models, and options of their configs."""
-PACKED = ("qwen3_moe", "mixtral")
+PACKED = ("qwen3_moe", "mixtral", "deepseek_v3")
 """Those with layers of two matrices in one weight."""
 
 
