@@ -126,9 +126,11 @@ class Ours:
 
     def __init__(self, mesh: DeviceMesh, family: str, size: Size, device: torch.device) -> None:
         schedule = sl.schedule(family, 2, size.microbatches)
-        self.pipe = sl.Pipeline(
-            model(schedule.stages, size, device), loss_fn=loss_fn, schedule=schedule, mesh=mesh, parallelize=parallelize
-        )
+        parts, here = model(schedule.stages, size, device), mesh["pp"].get_local_rank()
+        for part, rank in zip(parts, schedule.placement.table[0].tolist(), strict=True):
+            if rank != here:
+                part.to("meta")
+        self.pipe = sl.Pipeline(parts, loss_fn=loss_fn, schedule=schedule, mesh=mesh, parallelize=parallelize)
 
     def step(self, tokens: Tensor) -> None:
         self.pipe.zero_grad()

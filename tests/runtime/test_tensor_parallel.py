@@ -183,7 +183,7 @@ def on_dtensors(rank: int) -> dict[str, str]:
 
 
 def test_dtensors_cross_stages_as_parts() -> None:
-    for errors in run_ranks(on_dtensors, 4, timeout=120):
+    for errors in run_ranks(on_dtensors, 4, timeout=300):
         assert "the loss of microbatch 0 is" in errors["not finite"]
         assert "the inputs hold a DTensor; pass plain tensors" in errors["batch"]
         fixed = (

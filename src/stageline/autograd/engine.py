@@ -4,8 +4,8 @@
 the work of a small action. The roots are valid here, and the engine itself refuses gradients that do not fit. Tensor
 subclasses may override the backward, so they use torch's own functions.
 
-The engine runs in the calling thread. By default, torch runs the nodes of a GPU in a thread of its own, which costs an
-action two switches of threads, and ranks that are threads would wait for each other.
+By default, torch runs the nodes of a GPU in a thread of its own, which costs an action two switches of threads. Where
+one rank uses the GPU, the engine runs in the rank's own thread (`in_this_thread`).
 
 A hook on a tensor or node may change a gradient or count its calls, so it must run exactly once, in I or in W. torch
 does not reveal which nodes have hooks, but it numbers every hook that Python registers. If the number grew between a
@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
 import torch
@@ -45,6 +47,19 @@ _uncounted = 0
 _MARK = "stageline"
 
 
+def in_this_thread() -> AbstractContextManager[Any]:
+    """Run backwards of a GPU in the calling thread."""
+    context: AbstractContextManager[Any] = torch.autograd.set_multithreading_enabled(False)
+    return context
+
+
+@cache
+def start_thread(device: int) -> None:
+    """Start autograd's thread of a GPU: if the first thing it ran were a product, cuBLAS would warn."""
+    with torch.enable_grad():
+        torch.zeros(1, device=torch.device("cuda", device), requires_grad=True).exp().sum().backward()  # type: ignore[no-untyped-call]
+
+
 def backward(roots: Sequence[Root], grads: Sequence[Tensor | None]) -> None:
     """Accumulate the gradients of all leaves behind some roots; None stands for the gradient 1 of a scalar.
 
@@ -53,12 +68,10 @@ def backward(roots: Sequence[Root], grads: Sequence[Tensor | None]) -> None:
     >>> leaf.grad
     tensor([3., 3.])
     """
-    with torch.autograd.set_multithreading_enabled(False):
-        if _usual(roots):
-            filled = _filled(roots, grads)
-            run_engine(tuple(roots), filled, False, False, (), allow_unreachable=True, accumulate_grad=True)
-        else:
-            torch.autograd.backward(list(roots), list(grads))  # type: ignore[arg-type]
+    if _usual(roots):
+        run_engine(tuple(roots), _filled(roots, grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    else:
+        torch.autograd.backward(list(roots), list(grads))  # type: ignore[arg-type]
 
 
 def gradients(
@@ -70,15 +83,14 @@ def gradients(
     >>> gradients([(3 * leaf).sum()], [None], [leaf], keep=False)
     (tensor([3., 3.]),)
     """
-    with torch.autograd.set_multithreading_enabled(False):
-        if _usual(roots) and _usual(inputs):
-            filled = _filled(roots, grads)
-            return tuple(
-                run_engine(
-                    tuple(roots), filled, keep, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
-                )
+    if _usual(roots) and _usual(inputs):
+        return tuple(
+            run_engine(
+                tuple(roots), _filled(roots, grads), keep, False, tuple(inputs), allow_unreachable=True,
+                accumulate_grad=False,
             )
-        return torch.autograd.grad(list(roots), list(inputs), list(grads), retain_graph=keep, allow_unused=True)  # type: ignore[arg-type]
+        )  # fmt: skip
+    return torch.autograd.grad(list(roots), list(inputs), list(grads), retain_graph=keep, allow_unused=True)  # type: ignore[arg-type]
 
 
 def backward_to(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stageline.autograd.engine import in_this_thread
 from stageline.autograd.graphs.options import Compile, compile_options
 from stageline.common.errors import StagelineError, shorten
 from stageline.model import huggingface
@@ -124,7 +125,7 @@ def profile_layers(
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             raise StagelineError(f"{name} must be an integer >= {minimum}, got {shorten(value)}")
     modules = list(dict.fromkeys(module for _, module in layers))
-    with _preserved_state(modules), ExitStack() as stack:
+    with _preserved_state(modules), in_this_thread(), ExitStack() as stack:
         traces = capture(layers, run)
         stack.enter_context(compiled(modules, compile_options(compile, split=True)))
         compute_device = torch.device(device) if device is not None else _device_of(traces)

@@ -261,8 +261,16 @@ class Evaluator:
         )
 
     def costs(self, candidate: Candidate) -> Costs:
-        """Return the costs of the stages."""
-        return self._stage_costs(candidate.samples, candidate.counts, candidate.recompute)
+        """Return the costs of the stages.
+
+        On one rank, W follows I at once in every family, and both run as one backward.
+        """
+        costs = self._stage_costs(candidate.samples, candidate.counts, candidate.recompute)
+        if candidate.shape.ranks > 1:
+            return costs
+        _, whole, first, second = costs.times(len(candidate.counts))
+        share = np.divide(whole, first + second, out=np.ones_like(whole), where=first + second > 0)
+        return replace(costs, backward_input=(first * share).tolist(), backward_weight=(second * share).tolist())
 
     def memory(self, timeline: Timeline, candidate: Candidate) -> tuple[RankMemory, ...]:
         """Return the memory of every rank in a simulated step."""

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from stageline.autograd import engine
 from stageline.common.errors import PeerFailed, StagelineError
 from stageline.distributed.failures import Change
 from stageline.distributed.rank_host import RankProgress
@@ -122,16 +123,17 @@ class Executor:
         transport: Transport,
         *,
         processes: Sequence[int],
-        own_stream: bool,
+        alone: bool,
         cuda_graphs: bool = False,
         progress: RankProgress,
         flight: FlightRecorder,
         deadline: float,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        """`stages` are those that this rank holds; with `own_stream`, they run in a CUDA stream of the rank's own.
+        """`stages` are those that this rank holds.
 
-        With `cuda_graphs`, they also capture their actions as CUDA graphs.
+        Unless it is `alone` in its process, they run in a CUDA stream of its own. With `cuda_graphs`, too, and then
+        they capture their actions as CUDA graphs.
         `processes` are those of the ranks of the schedule, by which the transport addresses them.
         `progress` is where the rank says what it is doing, `flight` where it records what it did.
         `mesh` is that of the processes that hold the same stages, on which sharded tensors arrive.
@@ -185,9 +187,13 @@ class Executor:
         """What the pipeline was planned with, for the error of a rank that runs out of memory."""
         self.outputs = OutputForms()
         self.device = device_of(stage.part for stage in stages.values())
+        self._alone = alone
+        if self.device is not None and schedule.training and not alone:
+            engine.start_thread(self.device)
         self._spare_events: list[Any] = []
-        self._stream: Any = torch.cuda.Stream(self.device) if self.device is not None and own_stream else None  # type: ignore[no-untyped-call]
         captures = cuda_graphs and self.device is not None
+        own_stream = captures or (self.device is not None and not alone)
+        self._stream: Any = torch.cuda.Stream(self.device) if own_stream else None  # type: ignore[no-untyped-call]
         self.graphs = ActionGraphs(stages.values(), CudaRecorder()) if captures else None
         """What captures and replays the actions of training steps."""
 
@@ -240,7 +246,9 @@ class Executor:
         if self.device is None:
             return self._run(request, None, ready)
         event, moment = request.start_events[self.device]
-        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+        # Threads that all launch backwards slow each other down.
+        own_thread = engine.in_this_thread() if self._alone else nullcontext()
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream), own_thread:
             stream = torch.cuda.current_stream()
             stream.wait_event(event)
             clock = GpuClock(stream, event, moment, self._spare_events)

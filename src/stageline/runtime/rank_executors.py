@@ -110,7 +110,7 @@ class ExecutorCache:
                 stages[rank],
                 host.transport(rank),
                 processes=host.layout.rows[host.replica],
-                own_stream=len(host.here) > 1 or self._cuda_graphs,
+                alone=len(host.here) == 1,
                 cuda_graphs=self._cuda_graphs,
                 progress=host.progress(rank),
                 flight=host.flight(rank),
