@@ -31,6 +31,7 @@ from support.meshes import (
     compare_schedules,
     data,
     error_of,
+    frees_whole_parameters,
     linear_pairs,
     loss_fn,
     mesh_of,
@@ -162,6 +163,7 @@ def on_tensors(rank: int) -> dict[str, Any]:
     split = pipeline(sequential(), mesh, tensor_parallel, schedule="zb-h1")
     assert split.step(*data(0)).unsplit == 0  # the backward of a layer that is cut runs in two halves
     checks(mesh, tensor_parallel, schedule="zb-h1")
+    frees_whole_parameters(mesh, tensor_parallel)
     cuts_buffers(mesh)
     # A state of the whole model goes into the parts, and what is not cut is the same on all.
     pipe = pipeline(sequential(), mesh, tensor_parallel)

@@ -26,6 +26,7 @@ from support.meshes import (
     compare_schedules,
     data,
     error_of,
+    frees_whole_parameters,
     loss_fn,
     mesh_of,
     own_forward,
@@ -251,9 +252,9 @@ def compiles(mesh: DeviceMesh) -> None:
     replicas = mesh_of((2, 2), "pp", "dp_replicate")
     always = {"reshard_after_forward": "always"}
     results = [
-        compare(own_forward(), rows, None, "zb-v", 4, max_norm=0.5, compile="graphs", **more)
+        compare(own_forward(), rows, None, "zb-v", 4, compile="graphs", **more)
         for rows, more in ((mesh, always), (replicas, {}))
-    ]
+    ]  # without clipping: the norm of a parameter is rounded in another way if it is that of its parts
     assert_same(results[0], results[1])
     source = sequential()
     source[2] = Modes().double()
@@ -294,6 +295,7 @@ def on_shards(rank: int) -> dict[str, str]:
     often = error_of(lambda: pipeline(sequential(), mesh, reshard_after_forward="often"))
     # Between steps, only parts are in memory, also after an evaluation.
     assert all(hasattr(parameter, "full_tensor") for parameter in pipe.parameters())
+    frees_whole_parameters(mesh, sharded)
     # Gradients accumulate over steps.
     pipe = pipeline(sequential(), mesh, sharded)
     pipe.step(*data(pipe.replica))

@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.nn.utils import parameters_to_vector
 
 import stageline as sl
+from stageline.runtime.step_report import add_up
 from stageline.testing import assert_same_bits, one_process_step, run_ranks
 from support.gradients import gradients
 from support.pipelines import TRAINING, Head, batch, blocks, tied_model, token_loss, weights
@@ -57,7 +58,7 @@ def train_with_penalty(name: str, ranks: int = 2, **options: Any) -> None:
         stats = pipe.step(x, y, scale=scale)
         expected = penalised_step(plain, x, y, 4, directions=directions, scale=scale)
         assert stats.loss == pytest.approx(expected, rel=1e-6)
-        assert stats.loss == sum(stats.losses) + stats.penalty
+        assert stats.loss == add_up(stats.losses) + stats.penalty
         grads = dict(pipe.named_gradients())
         assert_same_bits(grads, {key: grad for key, grad in gradients(plain).items() if key in grads})
         mine.step()

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 
 import stageline as sl
+from stageline.runtime.step_report import add_up
 from stageline.testing import Child, FaultyStage, ForkServer, assert_same_bits, one_process_step, run_ranks
 from support.gradients import gradients
 from support.pipelines import Block, batch, noisy, tied_model, token_loss
@@ -96,7 +97,7 @@ def families(rank: int) -> dict[str, Any]:
             assert_same_bits(*mine(pipe, expected), f"gradients of {name}")
             losses.append(stats.loss)
             kept.append({key: grad.clone() for key, grad in pipe.named_gradients() if grad is not None})
-            assert stats.loss == sum(alone_losses)
+            assert stats.loss == add_up(alone_losses)
             assert stats.samples == 15
             assert stats.microbatches == len(stats.losses) == 4
         assert_same_bits(dict(kept[0]), dict(kept[1]))
@@ -249,7 +250,7 @@ def meshes(rank: int) -> tuple[int, list[list[int]]]:
     for mesh, replica in ((outer, rank % 2), (mixed, [1, 0, 1, 0][rank])):
         pipe = sl.Pipeline(copy.deepcopy(plain), loss_fn=functional.mse_loss, mesh=mesh, microbatches=MICROBATCHES)
         assert (pipe.ranks, pipe.replicas, pipe.replica, pipe.mesh) == (2, 2, replica, mesh)
-        assert pipe.step(*data(pipe.replica)).loss == sum(losses)
+        assert pipe.step(*data(pipe.replica)).loss == add_up(losses)
         assert_same_bits(*mine(pipe, expected))
     # Without a mesh of one's own, one of the pipeline's groups; and one of replicas alone.
     pipe = pipeline(copy.deepcopy(plain))
@@ -260,7 +261,7 @@ def meshes(rank: int) -> tuple[int, list[list[int]]]:
     single = sl.Pipeline(copy.deepcopy(plain), loss_fn=functional.mse_loss, mesh=lone, microbatches=MICROBATCHES)
     assert (single.ranks, single.replicas) == (1, 4)
     expected, losses, _ = alone(plain, [5, 6, 7, 8], single.schedule)
-    assert single.step(*data(rank, 5 + rank)).loss == sum(losses)
+    assert single.step(*data(rank, 5 + rank)).loss == add_up(losses)
     for name, grad in single.named_gradients():
         torch.testing.assert_close(grad, expected[name])
     return pipe.replica, pipe.mesh.mesh.tolist()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 from collections import OrderedDict
 from functools import cache
 from typing import Any
@@ -262,6 +264,16 @@ def penalize(model: nn.Module, mesh: DeviceMesh, fn: Any) -> None:
     expected: dict[str, Any] = {name: parameter.grad for name, parameter in model.named_parameters()}
     for name, grad in pipe.named_gradients():
         assert_close(whole_of(grad), expected[name], f"gradient of {name} with a penalty")
+
+
+def frees_whole_parameters(mesh: DeviceMesh, fn: Any) -> None:
+    """A pipeline holds the parts of parameters that were cut, and not the whole ones that they were cut from."""
+    for model in (sequential(), own_forward()):
+        before = [weakref.ref(parameter) for parameter in model.parameters()]
+        pipe = pipeline(model, mesh, fn)
+        gc.collect()
+        now = {id(parameter) for parameter in pipe.model.parameters()}
+        assert not [1 for whole in before if (left := whole()) is not None and id(left) not in now]
 
 
 CASES: list[tuple[str, int, dict[str, Any]]] = [

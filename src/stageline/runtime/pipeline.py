@@ -280,7 +280,7 @@ class Pipeline:
             host,
             stages,
             stage_options,
-            NamedTensors([*named_tensors(model), *before]),
+            NamedTensors(named_tensors(model), before),
             penalties,
             planned=self.plan if options.planned is None else options.planned,
             cuda_graphs=options.cuda_graphs,

@@ -23,6 +23,7 @@ from stageline.runtime.batches.chunk_specs import ChunkSpecs
 from stageline.runtime.microbatches import input_parts, target_parts, validate_batch
 from stageline.runtime.penalty import Penalty, add_gradients, terms_of
 from stageline.runtime.pipeline import Pipeline
+from stageline.runtime.step_report import add_up
 from stageline.tensors.copies import cloned, detached, is_plain_tensor
 from stageline.tensors.pytree import batch_size, split_batch
 from stageline.tensors.random_numbers import Generators
@@ -68,7 +69,7 @@ def one_process_step(
         for parameter, before in kept.items():
             if before is not None:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
-    return sum(float(losses[index]) for index in range(count))
+    return add_up(float(losses[index]) for index in range(count))
 
 
 class Difference(NamedTuple):
@@ -175,7 +176,7 @@ class OneProcess:
         if self._penalty is not None:
             terms = terms_of(self._penalty, model.named_parameters())
             add_gradients(terms)
-            total += sum(float(term.detach()) for term in terms.values())
+            total += add_up(float(term.detach()) for term in terms.values())
         return total
 
     def summands(self, loss_fn: Callable[[Any, Any], Any]) -> Summands:

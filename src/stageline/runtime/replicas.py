@@ -19,7 +19,7 @@ from stageline.runtime.optimizer_shards import OptimizerShards
 from stageline.runtime.setup.handshake import compare_weights
 from stageline.runtime.setup.model_stages import ModelStages
 from stageline.runtime.setup.options import PipelineOptions
-from stageline.runtime.step_report import Outcome, sum_metrics
+from stageline.runtime.step_report import Outcome, add_up, sum_metrics
 from stageline.schedules import action as kinds
 from stageline.schedules.schedule import Schedule
 from stageline.tensors.buffers import BufferCopies
@@ -180,7 +180,9 @@ class Replicas:
         and for each replica whether its loss and gradients are finite.
         """
         sizes = (size for _, size in self._sizes(before))
-        rows = self.group.all_gather(np.array([sum(outcome.losses), float(outcome.has_metrics), float(good), *sizes]))
+        rows = self.group.all_gather(
+            np.array([add_up(outcome.losses), float(outcome.has_metrics), float(good), *sizes])
+        )
         losses = rows[:: self.host.layout.tensors, 0]  # rows that differ only in tp have the same loss
         return losses.tolist(), bool(rows[:, 1].any()), rows[:, 3:], (rows[:, 2] > 0).tolist()
 

@@ -37,7 +37,16 @@ from stageline.runtime.setup.handshake import compare_weights
 from stageline.runtime.setup.model_stages import ModelStages
 from stageline.runtime.setup.options import PipelineOptions
 from stageline.runtime.shared_parameters import sum_shared_gradients
-from stageline.runtime.step_report import Measured, Outcome, RankResult, StepStats, lengths_of, metrics_of, sum_metrics
+from stageline.runtime.step_report import (
+    Measured,
+    Outcome,
+    RankResult,
+    StepStats,
+    add_up,
+    lengths_of,
+    metrics_of,
+    sum_metrics,
+)
 from stageline.schedules.schedule import Schedule
 from stageline.schedules.verify import verify
 from stageline.tensors.buffers import BufferCopies, all_buffers, put_back
@@ -305,7 +314,7 @@ class StepRunner:
             if apart:
                 raise PipelineError(apart)
         outcome = executors.record_layout.read(totals)
-        losses, has_metrics, changed = [sum(outcome.losses)], outcome.has_metrics, np.zeros(0)
+        losses, has_metrics, changed = [add_up(outcome.losses)], outcome.has_metrics, np.zeros(0)
         wrong = self._not_finite(executors, request, outcome)
         good = [wrong is None]
         if replicas is not None:
@@ -328,7 +337,7 @@ class StepRunner:
             if request.inputs_require_grad or len(self.batches.first_ranks) > 1:
                 self._give_input_gradients(request, results)
         metrics = self._metrics(metrics_of(results, request.weights)) if has_metrics else {}
-        return CompletedBatch(executors, request, results, outcome, sum(losses) + outcome.penalty, metrics)
+        return CompletedBatch(executors, request, results, outcome, add_up(losses) + outcome.penalty, metrics)
 
     def _make_record(
         self, executors: ExecutorSet, results: list[RankResult], penalties: dict[str, Tensor], training: bool

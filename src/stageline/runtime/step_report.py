@@ -6,7 +6,8 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,15 @@ from stageline.transport.clock_alignment import Alignment
 
 TEXT, BYTES = 255, 6
 """How many numbers encode a text, and how many bytes of it each number holds."""
+
+
+def add_up(values: Iterable[float]) -> float:
+    """The sum, added one by one as a loop over microbatches adds: from Python 3.12 on, `sum` rounds in another way.
+
+    >>> add_up([1e16, 1.0, -1e16])
+    0.0
+    """
+    return reduce(add, values, 0.0)
 
 
 class GpuClock:
@@ -217,7 +227,7 @@ class StepRecordLayout:
             bad=tuple(np.flatnonzero(bad).tolist()),
             events=tuple(read_events(events)) if events.any() else (),
             penalties=penalties,
-            penalty=float(sum(penalties.tolist())),
+            penalty=add_up(penalties.tolist()),
             times=times[:-1] if len(times) and times[-1] == self.ranks else None,
         )
 

@@ -32,7 +32,7 @@ from stageline.runtime.optimizer_step import GradientRules, StepDecision, norms_
 from stageline.runtime.penalty import Penalty, add_gradients, penalty_not_finite, terms_of, values_of
 from stageline.runtime.rank_executors import ExecutorSet
 from stageline.runtime.shared_parameters import Placed, sum_shared_gradients
-from stageline.runtime.step_report import RankResult, StepTotals, metrics_of
+from stageline.runtime.step_report import RankResult, StepTotals, add_up, metrics_of
 from stageline.tensors.buffers import BufferCopies, all_buffers, put_back
 from stageline.tensors.thread_context import plain_precision
 
@@ -113,7 +113,7 @@ def decide_step(options: RunOptions, planned: PlannedStep, totals: StepTotals) -
     if norm is not None and decision.failed:
         origin = first(outcome.events)
         where = "" if origin is None else f"; the first value that is not finite is {origin}"
-        error = norm_not_finite(planned.step, norm, sum(outcome.losses) + outcome.penalty, where)
+        error = norm_not_finite(planned.step, norm, add_up(outcome.losses) + outcome.penalty, where)
         return DecidedStep(planned, totals, decision, error)
     return DecidedStep(planned, totals, decision)
 

@@ -35,7 +35,7 @@ from stageline.runtime.continuous.threads import ThreadRun
 from stageline.runtime.microbatches import Batch
 from stageline.runtime.optimizer_step import GradientRules, norm_dtype, step_optimizer
 from stageline.runtime.step import StepRunner
-from stageline.runtime.step_report import Measured, StepStats, lengths_of
+from stageline.runtime.step_report import Measured, StepStats, add_up, lengths_of
 from stageline.tensors.pytree import plain
 from stageline.tensors.random_numbers import Generators, draw_in_turn
 
@@ -303,7 +303,7 @@ class RunSteps:
         )
         outcome = decided.totals.outcome
         return StepStats(
-            loss=sum(outcome.losses) + outcome.penalty,
+            loss=add_up(outcome.losses) + outcome.penalty,
             losses=outcome.losses,
             metrics=decided.totals.metrics,
             seconds=time.perf_counter() - began,

@@ -8,6 +8,7 @@ lost. If they are threads, two ranks add into one gradient at the same time.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any
@@ -45,11 +46,20 @@ Holders = Mapping[nn.Parameter, tuple[str, tuple[int, ...]]]
 class NamedTensors:
     """Named tensors, recognised by identity or by memory."""
 
-    def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        self.named = list(named)  # keeps the tensors alive: their ids are valid only that long
-        self._by_id = {id(tensor): name for name, tensor in reversed(self.named)}
-        self._by_storage = {storage_id(tensor): name for name, tensor in reversed(self.named)}
+    def __init__(self, named: Iterable[tuple[str, Tensor]], replaced: Iterable[tuple[str, Tensor]] = ()) -> None:
+        """Those that are `replaced` may still be held by somebody, and are known only as long as that."""
+        self._kept = list(named)  # keeps the tensors alive: their ids are valid only that long
+        self._by_id = {id(tensor): name for name, tensor in reversed(self._kept)}
+        self._by_storage = {storage_id(tensor): name for name, tensor in reversed(self._kept)}
         self._by_storage.pop(None, None)
+        for name, tensor in replaced:
+            if id(tensor) not in self._by_id:
+                self._by_id[id(tensor)] = name
+                weakref.finalize(tensor, self._by_id.pop, id(tensor), None)
+                storage = storage_id(tensor)
+                if storage is not None and storage not in self._by_storage:
+                    self._by_storage[storage] = name
+                    weakref.finalize(tensor, self._by_storage.pop, storage, None)
 
     def __contains__(self, tensor: Tensor) -> bool:
         return id(tensor) in self._by_id or storage_id(tensor) in self._by_storage
