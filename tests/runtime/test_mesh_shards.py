@@ -250,7 +250,7 @@ def compiles(mesh: DeviceMesh) -> None:
     from torch._dynamo.utils import counters  # takes seconds
 
     replicas = mesh_of((2, 2), "pp", "dp_replicate")
-    always = {"reshard_after_forward": "always"}
+    always: dict[str, Any] = {"reshard_after_forward": "always"}
     results = [
         compare(own_forward(), rows, None, "zb-v", 4, compile="graphs", **more)
         for rows, more in ((mesh, always), (replicas, {}))
