@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import stageline as sl
+from stageline.runtime.stage import Stage
 from stageline.testing import assert_same_bits, one_process_step, run_ranks
 from support.gradients import gradients
 from support.pipelines import Average, assert_steps_equal_loop
@@ -163,3 +164,33 @@ def test_flight_records_hold_the_bytes_of_sent_and_received_messages() -> None:
     for executor in pipe.runner.executors_for(2, True).executors:
         for messages in (executor.flight.sent, executor.flight.received):
             assert [message[-1] for message in messages] == [3 * 4 * 4] * 2
+
+
+@pytest.mark.parametrize(("family", "ranks", "split"), [("zb-h1", 2, {1}), ("interleaved-zb", 1, set())])
+def test_i_and_w_run_as_one_backward_where_no_other_rank_waits(
+    family: str, ranks: int, split: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the timeline shows each with half of its time."""
+    splits: set[int] = set()
+    run = Stage.backward_input
+
+    def counted(stage: Stage, *args: Any) -> Any:
+        splits.add(stage.index)
+        return run(stage, *args)
+
+    monkeypatch.setattr(Stage, "backward_input", counted)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plain = copy.deepcopy(model)
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule=family, ranks=ranks, microbatches=4)
+    assert pipe.step(x, y).unsplit == 0
+    one_process_step(plain, functional.mse_loss, x, y, 4)
+    assert_same_bits(gradients(model), gradients(plain))
+    assert splits == split
+    for stage in {0, 1} - split:
+        own = [timed for timed in pipe.timeline.actions(0) if timed.action.stage == stage and timed.action.kind in "IW"]
+        assert [timed.action.kind for timed in own] == ["I", "W"] * 4
+        for first, second in zip(own[::2], own[1::2], strict=True):
+            assert first.end == second.start
+            assert first.end - first.start == pytest.approx(second.end - second.start)
+            assert first.end > first.start
