@@ -57,6 +57,7 @@ def find_parallelize(options: PipelineOptions, layout: Layout, model: nn.Module)
     function = options.parallelize
     if layout.tensors > 1:
         function = _default_of(model, layout) if function is None else _evenly(function, layout.tensors)
+        function = _compared(function) if options.compare_weights else function
     elif function is None and layout.shards > 1:
         function = shard_blocks
     if function is not None and layout.in_mesh:
@@ -107,6 +108,18 @@ def _evenly(function: Parallelize, degree: int) -> Parallelize:
     return apply_evenly
 
 
+def _compared(function: Parallelize) -> Parallelize:
+    """A function, and the comparison of what it cuts with the whole when it first runs."""
+
+    def apply_compared(part: nn.Module, mesh: DeviceMesh | None) -> Any:
+        before = attributes_of(part)
+        answer = function(part, mesh)
+        watch_cut_layers(part, before)
+        return answer
+
+    return apply_compared
+
+
 def _refuse_float8(model: nn.Module) -> None:
     """Refuse torchao's linear layers in float8: their parts would have scales of their own."""
     for name, module in model.named_modules():
@@ -124,10 +137,8 @@ def apply(function: Parallelize, stages: Sequence[tuple[int, nn.Module]], mesh: 
             part.replay.twins.prepare()
     for stage, part in stages:
         before = dict(part.named_parameters(remove_duplicate=False))
-        attributes = attributes_of(part)
         with _only_own_units(part):
             answer = function(part, mesh)
-            watch_cut_layers(part, attributes)
         if answer is not None and answer is not part:
             other = f"another {type(answer).__name__}" if isinstance(answer, nn.Module) else shorten(answer)
             raise StagelineError(
