@@ -314,3 +314,38 @@ def test_a_job_over_tls(two_hosts: Network, fork_server: ForkServer, tmp_path: P
     variables = certificates(tmp_path) | {"STAGELINE_SECRET": SECRET}
     outputs = run(two_hosts, fork_server, ranks=4, environment=variables)
     assert all("done at" in output for output in outputs), outputs
+
+
+# ---- machines that are lost ----
+
+
+def wait_for_steps(network: Network, ranks: int) -> None:
+    """Wait until all ranks train."""
+    end = time.monotonic() + 100
+    while not all(network.log(rank).exists() and "step 3" in network.log(rank).read_text() for rank in range(ranks)):
+        assert time.monotonic() < end, [network.log(rank).read_text() for rank in range(ranks)]
+        time.sleep(0.05)
+
+
+@pytest.mark.host_matrix
+def test_the_first_of_three_machines_is_named_when_it_is_cut_off(tmp_path: Path, fork_server: ForkServer) -> None:
+    """It has rank 0, the store and the failure monitor; the standby on the second machine takes over."""
+    with Network(tmp_path / "network", 3) as network:
+        ranks = network.start(fork_server, RANK, "main", (4.0, 1, 100_000, 0.01))
+        wait_for_steps(network, 3)
+        network.hosts[0].cut()
+        outputs = network.wait(ranks)
+        for output in outputs[1:]:
+            assert "PipelineError: rank 0 froze: no sign of life for " in output, outputs
+            assert "its machine 10.77.0.1 is not reached" in output
+        assert "PipelineError: rank 1 froze" in outputs[0] or "PipelineError: rank 2 froze" in outputs[0], outputs
+
+
+@pytest.mark.host_matrix
+def test_packets_lost_for_less_than_the_deadline_cost_only_time(two_hosts: Network, fork_server: ForkServer) -> None:
+    ranks = two_hosts.start(fork_server, RANK, "main", (20.0, 1, 200, 0.02), ranks=4)
+    wait_for_steps(two_hosts, 4)
+    two_hosts.hosts[1].cut()
+    time.sleep(5.0)
+    two_hosts.hosts[1].restore()
+    assert_done(two_hosts.wait(ranks), [two_hosts.hosts[rank // 2].address for rank in range(4)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from stageline.testing import assert_same_bits, one_process_step
 torch.set_num_threads(1)
 
 
-def main(deadline: float = 30.0, replicas: int = 1, steps: int = 2) -> None:
-    """Print `done` after the steps, or the error."""
+def main(deadline: float = 30.0, replicas: int = 1, steps: int = 2, pause: float = 0.0) -> None:
+    """Print `done` after the steps, which may be some seconds apart, or the error."""
     ranks = int(os.environ["WORLD_SIZE"]) // replicas
     torch.manual_seed(1)
     stages, plain = ([nn.Linear(3, 3) for _ in range(ranks)] for _ in range(2))
@@ -33,7 +34,10 @@ def main(deadline: float = 30.0, replicas: int = 1, steps: int = 2) -> None:
         pipe = sl.Pipeline(
             stages, loss_fn=functional.mse_loss, schedule="1f1b", microbatches=2, replicas=replicas, deadline=deadline
         )
-        for _ in range(steps):
+        for step in range(steps):
+            if pause:
+                print(f"step {step}", flush=True)
+                time.sleep(pause)
             pipe.zero_grad()
             whole.zero_grad()
             pipe.step(x, y)
