@@ -9,7 +9,9 @@ import threading
 import time
 from collections import deque
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
+
+from stageline.common import handshake
 
 _ORIGINAL = 80
 """SO_ORIGINAL_DST, for IPv4 and IPv6: where a connection was going before the firewall led it here."""
@@ -102,30 +104,34 @@ class Relay:
 
 
 class RelayedConnections:
-    """While this is open, all connections that Python opens in this process go through relays.
-
-    Those of torch do not: they are opened in C++.
-    """
+    """While this is open, connections that this process opens for links and the control channel go through relays."""
 
     def __init__(self) -> None:
         self._relays: dict[tuple[str, int], Relay] = {}
-        self._real = socket.create_connection
-        socket.create_connection = self._connect  # type: ignore[assignment]
+        self._create, self._connect = socket.create_connection, handshake._connect
+
+        def create(address: tuple[str, int], timeout: float | None = None) -> socket.socket:
+            return self._create(self._relay(*address), timeout)
+
+        def connect(host: str, port: int, limit: Any) -> socket.socket:
+            return self._connect(*self._relay(host, port), limit)
+
+        socket.create_connection, handshake._connect = create, connect  # type: ignore[assignment]
 
     def reset(self) -> int:
         """Reset all connections; return how many ends that were."""
         return sum(relay.reset() for relay in list(self._relays.values()))
 
-    def _connect(self, address: tuple[str, int], timeout: float | None = None) -> socket.socket:
-        if address not in self._relays:
-            self._relays[address] = Relay(address)
-        return self._real(("127.0.0.1", self._relays[address].port), timeout)
+    def _relay(self, host: str, port: int) -> tuple[str, int]:
+        if (host, port) not in self._relays:
+            self._relays[(host, port)] = Relay((host, port))
+        return "127.0.0.1", self._relays[(host, port)].port
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        socket.create_connection = self._real
+        socket.create_connection, handshake._connect = self._create, self._connect
         for relay in self._relays.values():
             relay.close()
 
