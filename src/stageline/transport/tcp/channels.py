@@ -6,6 +6,7 @@ import contextlib
 import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
@@ -64,6 +65,7 @@ class Inbound:
         """Why the connection broke, until the sender has opened another one."""
         self.call_after = 0.0
         """When to ask the sender for another one, unless it has noticed that by itself."""
+        self._reading, self._handing_over = threading.Lock(), threading.Lock()
         self._count = self._unacknowledged = self._size = 0
         """How many messages have arrived, how many of them the sender does not know of, and their bytes."""
         self._begin()
@@ -95,14 +97,22 @@ class Inbound:
 
         If the guess is right, this costs one system call and a comparison. Without a connection, this does not wait.
         """
-        while self.link is not None or self.offered is not None:
+        with self._reading:
+            opened = self._take(open_it, end, alarm, guess)
+        if self.offered is not None:
+            self.adopt()
+        return opened
+
+    def _take(self, open_it: Open[T], end: float, alarm: socket.socket | None, guess: Guess | None) -> T | None:
+        while True:
+            if self.offered is not None:
+                self._adopt()
+            if self.link is None:
+                return None
             try:
-                if self.link is None:
-                    self._adopt()
                 if guess is not None and not self._got and not self._ahead and self._guess is None:
                     self._guess = guess
                     self._missing = [memoryview(self._head), *guess.room]
-                assert self.link is not None
                 opened = self._pull(open_it, self.link)
             except ConnectionLost as error:
                 self._drop(str(error))
@@ -113,11 +123,39 @@ class Inbound:
                 return opened
             if not self._wait(self.link, end - time.monotonic(), alarm):
                 return None
-        return None
+
+    def offer(self, link: socket.socket) -> None:
+        """Give it another connection of the sender, from any thread."""
+        with self._handing_over:
+            before, self.offered = self.offered, link
+        if before is not None:
+            before.close()
+        old = self.link
+        if not self.adopt() and old is not None:  # wakes the thread that reads from it
+            with contextlib.suppress(OSError):
+                old.shutdown(socket.SHUT_RDWR)
+
+    def adopt(self) -> bool:
+        """Use the offered connection, unless another thread is reading, which will.
+
+        The sender learns at once what has arrived, although this rank may not read from the channel for a while.
+        """
+        if not self._reading.acquire(blocking=False):
+            return False
+        try:
+            if self.offered is not None:
+                self._adopt()
+        finally:
+            self._reading.release()
+        return True
 
     def _adopt(self) -> None:
         """Read from the connection that the sender opened, and say how many messages have arrived."""
-        self.link, self.offered, self.broken = self.offered, None, ""
+        old = self.link
+        with self._handing_over:
+            self.link, self.offered, self.broken = self.offered, None, ""
+        if old is not None:
+            old.close()
         self._begin()
         self._acknowledge()
 

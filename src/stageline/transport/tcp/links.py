@@ -294,14 +294,9 @@ class Links:
 
     def _use(self, link: socket.socket, inbound: Inbound) -> None:
         """Offer a connection to the thread that reads; one that broke, or is broken now, is replaced."""
+        inbound.offer(link)
         with self._changed:
-            if inbound.offered is not None:
-                inbound.offered.close()
-            inbound.offered, old = link, inbound.link
             self._changed.notify_all()
-        if old is not None:  # the thread that reads from it takes the new one then
-            with contextlib.suppress(OSError):
-                old.shutdown(socket.SHUT_RDWR)
 
     def hang_up(self) -> None:
         """Shut down all connections, which ends all waits on them at both ends, and accept no others."""

@@ -71,7 +71,7 @@ def repair(outbound: Outbound, find: FindEndpoint) -> None:
             refusals += 1
             if refusals == REFUSALS:
                 raise TransportError(f"its process is gone: {error}") from error
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a socket that was closed meanwhile has no number
             if time.monotonic() - began > deadline:
                 raise TransportError(f"the connection broke and could not be opened again: {error}") from error
         time.sleep(pause)
