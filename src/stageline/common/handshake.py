@@ -273,6 +273,8 @@ class _Limit:
         while True:
             poll = select.poll()
             poll.register(link, event)
+            if self.alarm is not None and self.alarm.fileno() < 0:
+                raise ConnectionAbortedError("the connections of this process have ended")
             if self.alarm is not None:
                 poll.register(self.alarm, select.POLLIN)
             events = {number for number, _ in poll.poll(max(0.0, 1e3 * (self.end - time.monotonic())))}

@@ -71,7 +71,7 @@ def repair(outbound: Outbound, find: FindEndpoint) -> None:
             refusals += 1
             if refusals == REFUSALS:
                 raise TransportError(f"its process is gone: {error}") from error
-        except (OSError, ValueError) as error:  # a socket that was closed meanwhile has no number
+        except OSError as error:
             if time.monotonic() - began > deadline:
                 raise TransportError(f"the connection broke and could not be opened again: {error}") from error
         time.sleep(pause)
@@ -98,7 +98,7 @@ def _send_again(outbound: Outbound, link: socket.socket, find: FindEndpoint) -> 
                     with contextlib.suppress(BlockingIOError):
                         pieces = after(pieces, link.sendmsg(pieces[:PIECES]))
             number += 1
-    except OSError:
+    except (OSError, ValueError):  # a socket that was closed meanwhile has no number
         link.close()
         return False
     return True
