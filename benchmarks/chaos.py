@@ -139,6 +139,7 @@ def main() -> None:
     parser.add_argument("--options", nargs="*", default=[], help="options of the job")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the jobs are ended
     rows = [measure(arm, options) for arm in options.arms]
     whole = rows[0]
     for row in rows:

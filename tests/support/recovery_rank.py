@@ -18,7 +18,6 @@ from stageline.distributed.attempts import number_of
 from stageline.runtime.executor import Executor
 from stageline.train import recovery, setup, snapshots, step
 from stageline.train.checkpoint import folder as disk
-from stageline.train.trainer import Trainer
 
 MOMENTS: dict[str, tuple[Any, str]] = {
     "step": (Executor, "run"),
@@ -28,7 +27,7 @@ MOMENTS: dict[str, tuple[Any, str]] = {
     "meeting": (setup, "job_host"),
     "building": (setup.Setup, "_build_pipeline"),
     "restoring": (recovery, "load_tensors"),
-    "end": (Trainer, "_report_complete"),
+    "freeze": (Executor, "run"),
 }
 """Functions at whose n-th call a rank dies."""
 
@@ -41,13 +40,16 @@ def train(settings: list[str], kills: list[tuple[int, int, str, int]]) -> tuple[
             if moment == "time":
                 die_after(attempt, count)
             else:
-                die_in(attempt, *MOMENTS[moment], count, half_written=moment == "copy")
+                number = signal.SIGSTOP if moment == "freeze" else signal.SIGKILL
+                die_in(attempt, *MOMENTS[moment], count, number, half_written=moment == "copy")
     result = sl.Trainer(sl.Config.read(None, *settings)).run()
     return result.step, result.why
 
 
-def die_in(attempt: int, owner: Any, name: str, count: int, *, half_written: bool = False) -> None:
-    """Kill this process at the n-th call of a function of a module or class in an attempt."""
+def die_in(
+    attempt: int, owner: Any, name: str, count: int, number: signal.Signals, *, half_written: bool = False
+) -> None:
+    """Kill or stop this process at the n-th call of a function of a module or class in an attempt."""
     function: Callable[..., Any] = getattr(owner, name)
     calls = 0
 
@@ -61,7 +63,7 @@ def die_in(attempt: int, owner: Any, name: str, count: int, *, half_written: boo
             tensors[list(tensors)[-1]] = None
             with contextlib.suppress(Exception):
                 function(arguments[0], arguments[1], tensors, *arguments[3:])
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
         return None
 
     setattr(owner, name, call)

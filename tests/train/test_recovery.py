@@ -86,6 +86,14 @@ def test_kills_at_random_moments_leave_the_same_bits(tokens: Path, seed: int) ->
 
 
 @pytest.mark.host_matrix
+def test_a_rank_that_freezes_is_killed_and_restarted(tokens: Path) -> None:
+    run(tokens, "whole", [])
+    outcomes = run(tokens, "parts", [(0, 1, "freeze", 7)], "comm.train_timeout_seconds=10")
+    assert_same(tokens, "parts", outcomes)
+    assert [(row["action"], row["lost"]) for row in recoveries(tokens, "parts")] == [("restart", ["rank 1 froze"])]
+
+
+@pytest.mark.host_matrix
 def test_a_job_trains_with_fewer_replicas_until_the_lost_one_is_back(tokens: Path) -> None:
     degrees = ["parallelism.pipeline_parallel_degree=2", "parallelism.data_parallel_replicate_degree=2"]
     kills: Kills = [(0, 1, "step", 7), (1, 2, "copy", 3)]

@@ -151,14 +151,14 @@ class Announcements:
         """Whether the process of a seat takes part in an attempt, or waits for a later one."""
         return bool(self._get(f"arrived/{number}/{seat}"))
 
-    def blame(self, seat: int, number: int, culprit: int) -> None:
-        """Say that a rank does not run any more, although its process may exist."""
-        self._store.set(f"blamed/{number}/{seat}", str(culprit))
+    def blame(self, rank: int, number: int, how: str) -> None:
+        """Say that a rank does not run any more ("frozen" or "died"), although its process may exist."""
+        self._store.set(f"blamed/{number}", f"{rank} {how}")
 
-    def blamed(self, seats: int, number: int) -> set[int]:
-        """The ranks that others blame for the end of an attempt."""
-        texts = (self._get(f"blamed/{number}/{seat}") for seat in range(seats))
-        return {int(text) for text in texts if text}
+    def blamed(self, number: int) -> tuple[int, str] | None:
+        """The rank that others blame for the end of an attempt, and what for; None if they blame none."""
+        rank, _, how = self._get(f"blamed/{number}").partition(" ")
+        return (int(rank), how) if rank else None
 
     def _get(self, key: str) -> str:
         return self._store.get(key).decode() if self._store.check([key]) else ""

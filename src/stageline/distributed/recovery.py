@@ -8,7 +8,7 @@ import time
 import torch.distributed as dist
 
 from stageline.common.errors import StagelineError
-from stageline.distributed.attempts import POLL, Attempt, announcements, next_place, number_of, own_seat
+from stageline.distributed.attempts import POLL, Attempt, announcements, next_place, number_of
 from stageline.distributed.bootstrap import final_verdict, leave_channels
 from stageline.distributed.process_exit import keep_groups
 
@@ -34,7 +34,7 @@ def rejoin(error: Exception) -> Attempt:
         raise error
     launcher, verdict = announcements(), final_verdict()
     if verdict is not None and verdict.kind in ("frozen", "died"):
-        launcher.blame(own_seat(), number, verdict.culprit)  # one that froze is still a process
+        launcher.blame(verdict.culprit, number, verdict.kind)  # one that froze is still a process
     end = time.monotonic() + (DOUBT if verdict is None else DECISION)
     while launcher.newest() <= number:
         if time.monotonic() > end or launcher.over():

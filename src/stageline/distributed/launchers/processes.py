@@ -204,8 +204,9 @@ class _Ranks:
         """Start ranks that were lost again; return whether there were any."""
         if self._replacements is None:
             return False
-        for rank in self._replacements.blamed() & set(self._running):
-            self._running[rank].signal(signal.SIGKILL)
+        blamed = self._replacements.blamed()
+        if blamed in self._running:
+            self._running[blamed].signal(signal.SIGKILL)
         for number in [number for number, child in self._spares.items() if child.poll() is not None]:
             del self._spares[number]
             self._replacements.spares = [spare for spare in self._replacements.spares if spare != number]

@@ -42,6 +42,8 @@ class Replacements:
         """The attempt for which the process of each seat was started."""
         self._attempt = Attempt(0, (), "", 0.0, {seat: seat for seat in range(seats)})
         self._losses = 0
+        self._frozen: set[tuple[int, int]] = set()
+        """Attempts, and the seats that froze in them."""
         self.spares: list[int] = []
         """The spare processes that wait."""
         self.given_up = ""
@@ -57,12 +59,13 @@ class Replacements:
         """The seats that take part in the current attempt."""
         return self._attempt.ranks.keys()
 
-    def blamed(self) -> set[int]:
-        """The seats of ranks that others have given up, for example because they froze."""
-        if self.given_up:
-            return set()
-        culprits = self._announcements.blamed(self._seats, self.number)
-        return {seat for seat, rank in self._attempt.ranks.items() if rank in culprits}
+    def blamed(self) -> int | None:
+        """The seat of a rank that others have given up, for example because it froze; None if there is none."""
+        blamed = None if self.given_up else self._announcements.blamed(self.number)
+        seat = next((seat for seat, rank in self._attempt.ranks.items() if blamed and rank == blamed[0]), None)
+        if seat is not None and blamed and blamed[1] == "frozen":
+            self._frozen.add((self.number, seat))
+        return seat
 
     def next(self, outcomes: Sequence[Outcome], running: Collection[int]) -> Attempt | None:
         """The attempt in which seats get new processes or ranks; None if nothing changes."""
@@ -97,7 +100,7 @@ class Replacements:
             ranks = _numbered(self._whole_replicas(ended))
         elif action == "replan":
             ranks = _numbered([seat for seat in self.active if seat not in ended])
-        sentences = tuple(f"rank {outcome.rank} {_how(outcome)}" for outcome in lost)
+        sentences = tuple(f"rank {outcome.rank} {self._how(outcome)}" for outcome in lost)
         return self._announce(action, sentences, ranks, () if action == "replan" else ended, spares)
 
     def _choose(self, lost: Sequence[int], ended: Sequence[int]) -> str | None:
@@ -167,6 +170,11 @@ class Replacements:
         self._started.update(dict.fromkeys(late, number))
         return replace(self._attempt, replaced=tuple(late), spares={})
 
+    def _how(self, outcome: Outcome) -> str:
+        if (self.number, outcome.rank) in self._frozen:
+            return "froze"
+        return outcome.failure if outcome.error is None else f"failed: {outcome.error}"
+
     def _give_up(self, why: str) -> None:
         self.given_up = why
         self._announcements.end(why)
@@ -188,10 +196,6 @@ def _follows(outcome: Outcome) -> bool:
     if outcome.error is None:
         return not outcome.failure.startswith("Traceback")
     return isinstance(outcome.error, PipelineError | TransportError)
-
-
-def _how(outcome: Outcome) -> str:
-    return outcome.failure if outcome.error is None else f"failed: {outcome.error}"
 
 
 @contextmanager
