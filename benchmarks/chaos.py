@@ -141,13 +141,13 @@ def main() -> None:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the jobs are ended
     rows = [measure(arm, options) for arm in options.arms]
-    whole = rows[0]
+    whole, steps = rows[0]["losses"], max(1, rows[0]["steps"])
     for row in rows:
-        common = row["losses"].keys() & whole["losses"].keys()
-        row["goodput"] = row["steps"] / max(1, whole["steps"])
-        row["same_bits"] = all(row["losses"][step] == whole["losses"][step] for step in common)
+        losses = row.pop("losses")
+        common = losses.keys() & whole.keys()
+        row["goodput"] = row["steps"] / steps
+        row["same_bits"] = all(losses[step] == whole[step] for step in common)
         row["compared"] = max(common, default=0)
-        del row["losses"]
     if options.json:
         print(json.dumps({"load": os.getloadavg()[0], "arms": rows}, indent=2))
         return

@@ -20,7 +20,7 @@ from stageline.common.errors import CheckpointError, StagelineError
 from stageline.distributed.rank_host import Collectives, decide_together
 from stageline.model.build.weights import load_weights
 from stageline.runtime.pipeline import Pipeline
-from stageline.train.checkpoint import Checkpoint, open_checkpoint, published
+from stageline.train.checkpoint import Checkpoint, open_checkpoint, published, step_name
 from stageline.train.checkpoint.manifest import MANIFEST
 from stageline.train.checkpoint.reader import at_step
 from stageline.train.checkpoint.remote import Location, checkpoint_folder, is_remote, location
@@ -191,6 +191,14 @@ class JobCheckpoints:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._writer.__exit__(kind, error, at)
+
+    def has(self, step: int) -> bool:
+        """Whether there is a checkpoint of a step; all processes call this."""
+        return bool(
+            decide_together(
+                self._host, lambda: any(path.name == step_name(step) for path in published(self._writer.folder))
+            )
+        )
 
     def save(self, step: int, state: Mapping[str, Any], *, background: bool) -> None:
         """Save a checkpoint; processes that write nothing learn here of a failure."""

@@ -21,11 +21,12 @@ from stageline._version import __version__
 from stageline.common.interrupts import StopSignals
 from stageline.common.machine import cores
 from stageline.common.units import format_seconds
+from stageline.distributed.attempts import Attempt
 from stageline.model.huggingface import own_loss
 from stageline.runtime.pipeline import Pipeline
 from stageline.timeline import draw
 from stageline.timeline.timeline import Timeline
-from stageline.train.events import Logs
+from stageline.train.events import Logs, read_metrics
 from stageline.train.run_folder import ENVIRONMENT, METRICS, PLANNED, SAMPLE, TIMELINE_PAGE, TIMELINES, timeline_file
 from stageline.train.screen import WARM_UP, put
 from stageline.train.setup import Setup
@@ -51,9 +52,15 @@ class Output:
         self._recovery: dict[str, Any] = {}
         self._marks_until = 0
 
-    def mark_steps(self, until: int, recovery: dict[str, Any]) -> None:
-        """Log a recovery with every step that it affected: those that are repeated, and the first new one."""
-        self._recovery, self._marks_until = recovery, until
+    def recovery(self, attempt: Attempt, step: int, state: str, reported: int, *, mark_all: bool) -> None:
+        """Log a recovery, and mark the steps that it affects: those that are repeated, the first new one, or all."""
+        path, layout = self._setup.folder.path / METRICS, self._setup.layout
+        if self._main and path.is_file():
+            reported = max([reported, *(row["step"] for row in read_metrics(path).of("step"))])
+        self._marks_until = self._setup.config.training.steps if mark_all else reported + 1
+        self._recovery = {"lost": list(attempt.lost), "action": attempt.action, "seconds": time.time() - attempt.moment}
+        details = {"state": state, "ranks": layout.ranks, "replicas": layout.replicas}
+        self._logs.event("recovery", step=step, attempt=attempt.number, **self._recovery, **details)
 
     def begin(self, resumed: bool) -> None:
         """Print and save what is about to be trained."""

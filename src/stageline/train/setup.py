@@ -38,7 +38,7 @@ from stageline.runtime.pipeline import Pipeline
 from stageline.timeline.costs import Share
 from stageline.train.checkpoint import leave_mark, remove_mark, sees_mark
 from stageline.train.checkpoint.remote import RemotePath, checkpoint_folder
-from stageline.train.config.config import Config
+from stageline.train.config.config import Config, Recovery
 from stageline.train.config.rules import fixed_schedule
 from stageline.train.data import Data, Loader, Tokens, data_of, open_data
 from stageline.train.layout import ZERO_REPLICAS, BatchSizes, JobLayout, batch_sizes, core_shares, note_on_gpus
@@ -98,7 +98,13 @@ class Setup:
         self._claim_folder()  # communicates
         self._check_shared_folder()  # communicates
         zero_replicas = "" if self.config.parallelism.data_parallel_replicate_degree else ZERO_REPLICAS
-        notes = (note_on_gpus(self.config, self.layout), zero_replicas, precision_note, warm_up_note(self.config))
+        notes = (
+            note_on_gpus(self.config, self.layout),
+            zero_replicas,
+            precision_note,
+            warm_up_note(self.config),
+            self._recovery_note(),
+        )
         self.notes += [note for note in notes if note]
         self._choose_schedule()  # communicates
         self._build_pipeline()  # communicates
@@ -107,6 +113,13 @@ class Setup:
         training = self.config.training
         muon_dtype = "bfloat16" if self.config.optimizer.name == "Muon" else ""  # it orthogonalises in bfloat16
         return disable_broken_bfloat16(self.layout.device, training.dtype, training.mixed_precision_param, muon_dtype)
+
+    def _recovery_note(self) -> str:
+        if number_of() is not None or self.config.recovery == Recovery():
+            return ""
+        return (
+            "the options of recovery are for ranks that stageline train starts as processes; here they have no effect"
+        )
 
     def _join_processes(self) -> None:
         with ended_by_sigterm():

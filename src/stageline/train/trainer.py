@@ -17,11 +17,9 @@ from torch import nn
 
 from stageline.common.interrupts import StopSignals
 from stageline.common.machine import cores
-from stageline.distributed.attempts import Attempt
 from stageline.distributed.failures import OutOfMemory
 from stageline.distributed.rank_host import RankHost, decide_together
 from stageline.faults.flight_recorder import flights_into
-from stageline.train.checkpoint import published, step_name
 from stageline.train.checkpoint.remote import checkpoint_folder, is_remote
 from stageline.train.checkpoint_state import (
     JobCheckpoints,
@@ -233,10 +231,8 @@ class Trainer:
             check_same_run(checkpoint, config)
             self.progress = resume(checkpoint, setup, self.optimizer, self.scale)
             checkpoint.close()
-        self._restored = (
-            "memory" if in_memory is not None else "a checkpoint" if checkpoint is not None else "the start"
-        )
-        self._restored_step = self.progress.step
+        source = "memory" if in_memory is not None else "a checkpoint" if checkpoint is not None else "the start"
+        self._restored = self.progress.step, source
         self.validation = self._make_validation()
         return checkpoint is not None or recovers
 
@@ -324,28 +320,16 @@ class Trainer:
         if self._begins:
             self._begins = False
             if self.recovery.attempt is not None:
-                self._report_recovery(self.recovery.attempt)
+                is_smaller = self.layout.replicas < self._full_layout.replicas
+                self.output.recovery(self.recovery.attempt, *self._restored, self._reported, mark_all=is_smaller)
             self.recovery.begin(self.layout)
-
-    def _report_recovery(self, attempt: Attempt) -> None:
-        """Log a recovery; the steps up to the first new one are marked with it."""
-        step = self._restored_step
-        if self.layout.main:
-            earlier = (
-                read_metrics(self.folder.path / METRICS).of("step") if (self.folder.path / METRICS).is_file() else []
-            )
-            self._reported = max([self._reported, *(row["step"] for row in earlier)])
-        recovery = {"lost": list(attempt.lost), "action": attempt.action, "seconds": time.time() - attempt.moment}
-        layout = {"ranks": self.layout.ranks, "replicas": self.layout.replicas}
-        self.logs.event("recovery", step=step, attempt=attempt.number, state=self._restored, **recovery, **layout)
-        is_smaller = self.layout.replicas < self._full_layout.replicas
-        self.output.mark_steps(self.config.training.steps if is_smaller else self._reported + 1, recovery)
 
     def _loop(self) -> str:
         """Train, validate and save until a step is the last one; return why."""
         config, progress = self.config, self.progress
         self._copy_state()
-        if self.recovery.attempt is not None and config.checkpoint.enable and self._lost_checkpoint():
+        is_due = config.checkpoint.enable and progress.step > 0 and self._is_due(config.checkpoint.interval)
+        if self.recovery.attempt is not None and is_due and not self.checkpoints.has(progress.step):
             self._save(background=config.checkpoint.async_mode == "async")
         while True:
             must_validate = progress.validation_pending
@@ -371,16 +355,6 @@ class Trainer:
     def _save(self, *, background: bool) -> None:
         state = job_state(self.setup, self.progress, self.scale)
         self.checkpoints.save(self.progress.step, state, background=background)
-
-    def _lost_checkpoint(self) -> bool:
-        """Whether the checkpoint of this step was lost with the rank that wrote it; all processes call this."""
-        folder = checkpoint_folder(self.folder.path, self.config.checkpoint.folder)
-        is_due = self.progress.step > 0 and self._is_due(self.config.checkpoint.interval)
-        return is_due and bool(
-            decide_together(
-                self.host, lambda: all(path.name != step_name(self.progress.step) for path in published(folder))
-            )
-        )
 
     def _copy_state(self, *, force: bool = False) -> None:
         """Copy the state of this process to host memory, from which a lost rank is restored."""
