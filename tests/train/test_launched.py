@@ -16,7 +16,7 @@ from stageline.cli.app import run
 from stageline.common.errors import PipelineError, StagelineError
 from stageline.distributed.launchers.launcher import Outcome
 from stageline.testing import ForkServer
-from stageline.train import launch
+from stageline.train import launch, setup
 from stageline.train.config.config import Config
 from support.jobs import PATIENCE, TINY, losses, step_of, weights
 
@@ -57,12 +57,13 @@ def when(condition: Callable[[], bool], act: Callable[[], object]) -> None:
 
 
 def test_a_job_on_processes_stops_resumes_and_fails_as_one_process_does(
-    fork_server: ForkServer, tokens: Path, capfd: Capture
+    fork_server: ForkServer, tokens: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(setup, "time_alone", lambda *_: 0.01)
     assert train(tokens, "whole", "--parallelism.launcher=threads") == 0
     out = capfd.readouterr().out
     assert "2 ranks as threads on cpu" in out
-    assert re.search(r"speed +[\d.]+ \w+ a step, [\d.]+ times one process that loops over the microbatches with", out)
+    assert re.search(r"speed +[\d.]+ \w+ a step, [\d.]+ times one process .* with \d+ threads \(40 ms\)", out)
     assert "A step takes" in (tokens.parent / "whole" / "report.html").read_text()
 
     when(lambda: step_of(tokens, "run") >= 3, lambda: os.kill(os.getpid(), signal.SIGINT))

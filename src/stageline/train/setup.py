@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -292,17 +293,21 @@ class Setup:
     def _measure_alone(self) -> float | None:
         """Return the seconds in which one process with all cores loops over the microbatches of a step, on the CPU.
 
-        None if that cannot be measured. The optimizer is not included.
+        The optimizer is not included. None if that cannot be measured; on a busy machine, several threads that wait
+        for each other may take longer than one.
         """
         threads = torch.get_num_threads()
         with suppress(Exception):  # the first step reports what fails
             model, (example, targets) = self._whole_model
             loss_fn = None if self.task.user_loss or ":" in self.task.loss_name else self.task.loss.function
-            torch.set_num_threads(cores())
+            shortest = []
             try:
-                with autocast(self.layout.device, self.config.training.mixed_precision_param):
-                    seconds = time_alone(model, example, loss_fn, targets)
-                return seconds * self.batches.per_step / self.batches.microbatch
+                for count in (cores(), 1):
+                    torch.set_num_threads(count)
+                    with autocast(self.layout.device, self.config.training.mixed_precision_param):
+                        shortest.append(time_alone(model, example, loss_fn, targets))
+                if shortest[0] <= shortest[1] < math.inf:
+                    return shortest[0] * self.batches.per_step / self.batches.microbatch
             finally:
                 torch.set_num_threads(threads)
                 model.zero_grad()
