@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -349,3 +350,18 @@ def test_packets_lost_for_less_than_the_deadline_cost_only_time(two_hosts: Netwo
     time.sleep(5.0)
     two_hosts.hosts[1].restore()
     assert_done(two_hosts.wait(ranks), [two_hosts.hosts[rank // 2].address for rank in range(4)])
+
+
+@pytest.mark.host_matrix
+def test_clocks_of_machines_that_started_at_different_times_are_aligned(
+    tmp_path: Path, fork_server: ForkServer
+) -> None:
+    """A day apart; the timeline has one scale, says how well the clocks agree, and knows the machines."""
+    with Network(tmp_path / "network", clocks=(0.0, 86_400.0)) as network:
+        for output in run(network, fork_server, ranks=4):
+            match = re.search(r"clocks (\S+) makespan (\S+) machines (\d)", output)
+            assert match is not None, output
+            uncertainty, makespan, machines = (float(number) for number in match.groups())
+            assert 0 < uncertainty < 10
+            assert 0 < makespan < 60
+            assert machines == 2

@@ -48,6 +48,9 @@ def main(deadline: float = 30.0, replicas: int = 1, steps: int = 2, pause: float
     except sl.StagelineError as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         os._exit(3)
+    timeline = pipe.timeline
+    if timeline is not None:
+        print(f"clocks {timeline.uncertainty} makespan {timeline.makespan} machines {len(timeline.ranks_by_host)}")
     host: Any = pipe.runner.host
     print(f"done at {host._groups.links.address}", flush=True)
 
