@@ -117,6 +117,10 @@ class TestCluster:
         assert losses("killed", after=14) == undisturbed
         assert (tmp_path / "killed" / "died").read_text() == "1"
 
+    def test_the_self_test_passes(self, cluster: Any, capfd: pytest.CaptureFixture[str]) -> None:
+        assert run(["selftest", "--launcher", "ray", "-n", "2", "--families", "1f1b,zb-v"]) == 0
+        assert "started by Ray" in capfd.readouterr().out
+
     def test_ray_train_keeps_its_place(self, cluster: Any, tmp_path: Path) -> None:
         pytest.importorskip("ray.train.torch")
         from ray.train import RunConfig, ScalingConfig  # type: ignore[import-not-found, unused-ignore]
