@@ -10,6 +10,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped, unused-ignore]
 
 import stageline as sl
+from support.ray_rank import build, samples
 
 torch.set_num_threads(1)
 
@@ -57,5 +58,6 @@ fsspec.register_implementation("objects", ObjectStore, clobber=True)
 def train(settings: list[str], folder: str) -> tuple[int, float | None, str]:
     """Train as one rank, in a folder that no other rank has."""
     own = os.path.join(folder, os.environ.get("RANK", "0"))
-    result = sl.Trainer(sl.Config.read(None, *settings, f"job.dump_folder={own}")).run()
+    config = sl.Config.read(None, *settings, f"job.dump_folder={own}")
+    result = sl.Trainer(config, model=build, loss_fn=torch.nn.functional.mse_loss, data=samples()).run()
     return result.step, result.loss, result.why

@@ -114,9 +114,9 @@ def test_stores_that_cannot_be_opened_are_refused(monkeypatch: pytest.MonkeyPatc
 
 
 SETTINGS = [
-    "training.seq_len=16", "model.dim=16", "training.local_batch_size=8", "checkpoint.interval=2",
-    "validation.enable=false", "parallelism.pipeline_parallel_degree=2", "comm.train_timeout_seconds=30",
-    "parallelism.pipeline_parallel_schedule=1f1b", "sample.tokens=0", "parallelism.pipeline_parallel_split=layers",
+    "training.local_batch_size=8", "training.loss=mse", "checkpoint.interval=2", "validation.enable=false",
+    "parallelism.pipeline_parallel_degree=2", "comm.train_timeout_seconds=30",
+    "parallelism.pipeline_parallel_schedule=1f1b", "parallelism.pipeline_parallel_split=layers",
 ]  # fmt: skip
 
 
