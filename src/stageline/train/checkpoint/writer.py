@@ -174,7 +174,8 @@ class Writer:
         if background:
             weights, states = self._weight_copies.take(weights), self._state_copies.take(states)
         try:
-            old = leftovers(self.folder, but=aside.name) if self.number == 0 else []
+            local = self.number == 0 and isinstance(self.folder, Path)  # an object store is listed in the background
+            old = leftovers(self.folder, but=aside.name) if local else []
         except OSError as error:
             raise CheckpointError(f"cannot read the folder {self.folder}: {reason(error)}") from error
         job = _Job(
@@ -223,6 +224,8 @@ class Writer:
 
     def _run(self, job: _Job) -> None:
         try:
+            if self.number == 0 and not isinstance(self.folder, Path):
+                clean_up(leftovers(self.folder, but=job.partial.name))
             clean_up(job.leftovers)
             report = self._write(job)
             if self.number == 0:
