@@ -248,6 +248,9 @@ def _connect(host: str, port: int, limit: _Limit) -> socket.socket:
             problem = OSError(status, os.strerror(status))
         except OSError as error:
             problem = error
+        except BaseException:
+            link.close()
+            raise
         link.close()
     raise problem
 
