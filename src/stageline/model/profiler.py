@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -261,7 +262,7 @@ def _device_of(traces: Sequence[LayerTrace]) -> torch.device:
 def time_alone(
     model: nn.Module, example: Any, loss_fn: Callable[[Any, Any], Any] | None, targets: Any, repeats: int = 4
 ) -> float:
-    """Return the shortest time of a forward and backward of a whole model on the CPU; infinity if all take too long.
+    """Return the median time of a forward and backward of a whole model on the CPU; infinity if it takes too long.
 
     Without a loss, the backward is that of the sum of the outputs. Random state is left unchanged; gradients are added.
 
@@ -276,7 +277,7 @@ def time_alone(
             output = model(*args, **{**huggingface.defaults_of(model), **kwargs})
             _backward(output if loss_fn is None else loss_fn(output, targets))
             taken.append(time.perf_counter() - start)
-    return min(taken[1:], default=math.inf)
+    return statistics.median(taken[1:]) if taken[1:] else math.inf
 
 
 MAX_SECONDS_ALONE = 3.0

@@ -243,6 +243,12 @@ class Cuts:
         return tuple(cut.layers_per_stage)
 
 
+def _as_run(costs: Costs, request: PlanRequest) -> Costs:
+    """Return the costs of stages where they run: with the overhead of a stage, and what ranks share."""
+    forward = [float(time) + request.overhead for time in np.atleast_1d(np.asarray(costs.forward))]
+    return replace(costs, forward=forward if request.overhead else costs.forward, shares=request.shares)
+
+
 MAX_COSTS = 4096
 """Maximum number of cached costs."""
 
@@ -255,8 +261,8 @@ class Evaluator:
         self.profile = cache(request.profiles.at)
         """Maps a number of samples in a microbatch to the profile."""
         self._stage_costs = lru_cache(MAX_COSTS)(
-            lambda samples, counts, recompute: replace(
-                stage_costs(self.profile(samples), counts, recompute, request.links), shares=request.shares
+            lambda samples, counts, recompute: _as_run(
+                stage_costs(self.profile(samples), counts, recompute, request.links), request
             )
         )
 

@@ -38,6 +38,8 @@ class PlanRequest:
     reshard: str = "default"
     """When parameters that shards have gathered are freed."""
     links: Links = field(default_factory=Links)
+    overhead: float = 0.0
+    """Seconds that the forward of a stage takes beside its layers."""
     shares: tuple[Share, ...] = ()
     """The cores or GPUs that ranks share."""
     recompute: Recompute = "auto"
@@ -251,6 +253,13 @@ def one_of(name: str, value: Any, choices: tuple[str, ...]) -> Any:
             f"{name} must be one of {', '.join(choices)}, got {shorten(value)}{nearest(str(value), choices)}"
         )
     return value
+
+
+def seconds(name: str, value: Any) -> float:
+    """Refuse anything but a finite number that is not negative."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
+        raise StagelineError(f"{name} must be a number of seconds, at least 0, got {shorten(value)}")
+    return float(value)
 
 
 def positive_seconds(name: str, value: Any) -> float:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import re
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -248,6 +249,7 @@ class Setup:
             memory,
             self._plan_mesh,
             core_shares(self.layout, measured.threads),
+            self._stage_overhead(),
         )
         self.notes += [note] if note else []
         measured.write(path / PROFILE)
@@ -300,18 +302,34 @@ class Setup:
         with suppress(Exception):  # the first step reports what fails
             model, (example, targets) = self._whole_model
             loss_fn = None if self.task.user_loss or ":" in self.task.loss_name else self.task.loss.function
-            shortest = []
+            seconds = []
             try:
                 for count in (cores(), 1):
                     torch.set_num_threads(count)
                     with autocast(self.layout.device, self.config.training.mixed_precision_param):
-                        shortest.append(time_alone(model, example, loss_fn, targets))
-                if shortest[0] <= shortest[1] < math.inf:
-                    return shortest[0] * self.batches.per_step / self.batches.microbatch
+                        seconds.append(time_alone(model, example, loss_fn, targets))
+                if seconds[0] <= seconds[1] < math.inf:
+                    return seconds[0] * self.batches.per_step / self.batches.microbatch
             finally:
                 torch.set_num_threads(threads)
                 model.zero_grad()
         return None
+
+    def _stage_overhead(self) -> float:
+        """Return the seconds by which each of two stages takes longer than its part of a whole forward, on the CPU."""
+        model, (example, _) = self._whole_model
+        if self.layout.device.type != "cpu":
+            return 0.0
+        with suppress(Exception), torch.no_grad():  # the first step reports what fails
+            whole, halves = (split(model, count, example=example).parts() for count in (1, 2))
+            taken = []
+            for parts in (whole, halves) * OVERHEAD_REPEATS:
+                start, value = time.perf_counter(), example
+                for part in parts:
+                    value = part(value)
+                taken.append(time.perf_counter() - start)
+            return max(0.0, min(taken[3::2]) - min(taken[2::2])) / 2
+        return 0.0
 
     @property
     def _neighbours(self) -> int:
@@ -385,6 +403,7 @@ class Setup:
         return split(model, stages, layers_per_stage=counts, example=self.example)
 
 
+OVERHEAD_REPEATS = 6
 TIME_LIMIT = 1.0
 """Seconds that the search may take, because a job should start soon."""
 MICROBATCH_SIZE = "--parallelism.pipeline_parallel_microbatch_size"
@@ -416,6 +435,7 @@ def choose_schedule(
     memory: float | None = None,
     mesh: Mapping[str, int] | None = None,
     shares: Sequence[Share] = (),
+    overhead: float = 0.0,
 ) -> tuple[Plan, str]:
     """Return the fastest schedule that the configuration allows, with its best split; and a note, or an empty string.
 
@@ -434,6 +454,7 @@ def choose_schedule(
         "ranks": ranks,
         "mesh": mesh,
         "cores": list(shares),
+        "overhead": overhead,
         "shard_optimizer": options.shard_optimizer,
         "microbatches": microbatches,
         "schedule": "auto" if fixed is None else fixed,
