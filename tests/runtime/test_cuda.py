@@ -111,7 +111,7 @@ def trains(rank: int, names: list[str], dtype: torch.dtype) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_two_processes_on_one_gpu_give_the_bits_of_one(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    assert max(run_ranks(trains, 2, FAMILIES, dtype, timeout=240)) <= 3
+    assert max(run_ranks(trains, 2, FAMILIES, dtype, timeout=240)) <= 4  # one thread keeps all connections
 
 
 def ties(rank: int) -> tuple[dict[str, Any], dict[str, Any], float]:
