@@ -22,7 +22,8 @@ from stageline.distributed.recovery import rejoin
 from stageline.runtime.pipeline import Pipeline
 from stageline.tensors.sharded import is_sharded
 from stageline.train.config.config import Config
-from stageline.train.layout import JobLayout, batch_sizes
+from stageline.train.config.ranks import count_gpus, find_degrees
+from stageline.train.layout import JobLayout, batch_sizes, find_job_layout
 from stageline.train.optimizers import Optimizer
 from stageline.train.snapshots import Snapshots
 
@@ -34,6 +35,15 @@ RECENT = 5
 
 class RankReturns(StagelineError):
     """Raised by all ranks at the end of a step, to meet again with ranks that come back."""
+
+
+def full_layout(config: Config) -> JobLayout:
+    """The layout of the job while no rank is lost; a process may start when some are."""
+    seats = len(os.environ.get(MEMORY, "").split(os.pathsep)) // SLOTS if number_of() else 0
+    if seats in (0, int(os.environ.get("WORLD_SIZE", "1"))):
+        return find_job_layout(config)
+    ranks, replicas, shards, tensors = find_degrees(config.parallelism, seats, count_gpus())
+    return JobLayout(ranks, replicas * shards, seats, own_seat(), torch.device("cpu"), shards, tensors)
 
 
 def config_for(config: Config, layout: JobLayout, processes: int) -> Config:

@@ -17,6 +17,7 @@ from torch import nn
 
 from stageline.common.interrupts import StopSignals
 from stageline.common.machine import cores
+from stageline.distributed.attempts import number_of
 from stageline.distributed.failures import OutOfMemory
 from stageline.distributed.rank_host import RankHost, decide_together
 from stageline.faults.flight_recorder import flights_into
@@ -36,10 +37,10 @@ from stageline.train.config.io import read_config
 from stageline.train.config.rules import validate
 from stageline.train.data import Data, Loader, Prefetch
 from stageline.train.events import Logs, read_metrics
-from stageline.train.layout import JobLayout, find_job_layout
+from stageline.train.layout import JobLayout, batch_sizes, find_job_layout
 from stageline.train.optimizers import Optimizer, outer_parameters, rate
 from stageline.train.output import Output
-from stageline.train.recovery import JobRecovery, RankReturns, config_for
+from stageline.train.recovery import JobRecovery, RankReturns, config_for, full_layout
 from stageline.train.run_folder import FLIGHT, METRICS, RunFolder
 from stageline.train.screen import put
 from stageline.train.setup import Setup, in_config_words
@@ -107,13 +108,18 @@ class Trainer:
         self.config = config if isinstance(config, Config) else read_config(config)
         threads = replace(self.config.parallelism, launcher="threads")  # unless this is one of several processes
         validate(replace(self.config, parallelism=threads))
-        self.layout = find_job_layout(self.config)
+        self._full_config, self._full_layout = self.config, full_layout(self.config)
+        self.layout = self._full_layout
+        if number_of():
+            self.config = config_for(self.config, self._full_layout, int(os.environ["WORLD_SIZE"]))
+            self.layout = find_job_layout(self.config)
         self.folder = RunFolder(self.config.job.dump_folder)
         self.setup = Setup(self.config, self.layout, self.folder, model, loss_fn, data)
         self.progress = TrainingProgress()
         self._on_step = on_step
         self.recovery = JobRecovery(self.config.recovery.memory_interval)
-        self._full_config, self._full_layout = self.config, self.layout
+        if self.layout.processes < self._full_layout.processes:
+            self.setup.nominal_per_step = batch_sizes(self._full_config, self._full_layout.replicas).per_step
         self._loss: float | None = None
         self._validation_loss: float | None = None
         self._reported = 0
