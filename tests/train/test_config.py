@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stageline as sl
@@ -32,6 +32,7 @@ from stageline.train.config.io import (
 )
 from stageline.train.config.ranks import close_degrees, open_degrees
 from stageline.train.config.rules import find_errors, validate
+from support.instances import examples
 
 ROOT = Path(__file__).parents[2]
 TEXTS = st.one_of(st.text(), st.text(st.sampled_from("\"'\\\n\r\t\x00\x7f#=[]é\u2028😀 a")))
@@ -89,6 +90,7 @@ def refused(*settings: str) -> str:
 
 
 @given(SETTINGS)
+@settings(max_examples=examples(100))
 def test_what_is_written_reads_back_equal(tmp_path_factory: pytest.TempPathFactory, values: dict[str, Any]) -> None:
     config = config_with(values)
     assert read_text(tmp_path_factory.getbasetemp(), write_toml(config)) == config

@@ -238,7 +238,10 @@ def test_a_rank_that_waits_for_others_at_the_start_ends_by_sigterm(fork_server: 
     [
         "--training.global_batch_size=16 --parallelism.pipeline_parallel_schedule=zb-h1 "
         "--parallelism.fsdp_reshard_after_forward=always",
-        "--training.dtype=bfloat16 --activation_checkpoint.mode=full --optimizer.name=SGD --optimizer.lr=0.01",
+        pytest.param(
+            "--training.dtype=bfloat16 --activation_checkpoint.mode=full --optimizer.name=SGD --optimizer.lr=0.01",
+            marks=pytest.mark.mesh_matrix,
+        ),
     ],
     ids=["accumulation", "bfloat16"],
 )

@@ -216,6 +216,32 @@ def test_a_new_shape_is_compiled_again() -> None:
     assert 0 in unsplit_in_steps(pipe, x, y)
 
 
+class OwnStrides(nn.Module):
+    """Inductor's forward saves the values between these convolutions with other strides than were traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(4, 4, 3, padding=1)
+        self.second = nn.Conv2d(4, 4, 3, padding=1, groups=4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(x + self.second(self.first(x).relu()).tanh())
+
+
+@needs_compiler
+@pytest.mark.timeout(300)
+def test_halves_take_the_strides_of_a_forward_of_inductor() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(OwnStrides(), OwnStrides())
+    plain = copy.deepcopy(model)
+    compile_units([plain], True, split=True)
+    x, y = torch.randn(2, 4, 6, 6), torch.randn(2, 4, 6, 6)
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="zb-h1", ranks=1, microbatches=2, compile=True)
+    pipe.step(x, y)
+    one_process_step(plain, functional.mse_loss, x, y, 2)
+    assert_same_bits(gradients(model), gradients(plain))
+
+
 @needs_compiler
 @pytest.mark.timeout(300)
 def test_inductor_units_equal_the_same_units_in_one_process() -> None:

@@ -15,7 +15,6 @@ from torch.nn import functional
 
 import stageline as sl
 from stageline.autograd.graphs.backend import GraphBackend
-from stageline.runtime.setup.model_stages import compile_units
 from stageline.testing import assert_same_bits, one_process_step
 from support.gradients import gradients
 from support.pipelines import batch
@@ -107,32 +106,6 @@ def test_unusual_units_are_split_and_have_the_bits_of_autograd(unit: Callable[[]
     assert_same_bits(gradients(model), gradients(plain))
     assert_same_bits(dict(model.named_buffers()), dict(plain.named_buffers()))
     assert 0 in [pipe.step(x, y).unsplit for _ in range(6)]  # not in a step that compiles
-
-
-class OwnStrides(nn.Module):
-    """Inductor's forward saves the values between these convolutions with other strides than were traced."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(4, 4, 3, padding=1)
-        self.second = nn.Conv2d(4, 4, 3, padding=1, groups=4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.as_tensor(x + self.second(self.first(x).relu()).tanh())
-
-
-@needs_compiler
-@pytest.mark.timeout(300)
-def test_halves_take_the_strides_of_a_forward_of_inductor() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(OwnStrides(), OwnStrides())
-    plain = copy.deepcopy(model)
-    compile_units([plain], True, split=True)
-    x, y = torch.randn(2, 4, 6, 6), torch.randn(2, 4, 6, 6)
-    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="zb-h1", ranks=1, microbatches=2, compile=True)
-    pipe.step(x, y)
-    one_process_step(plain, functional.mse_loss, x, y, 2)
-    assert_same_bits(gradients(model), gradients(plain))
 
 
 class Indexed(nn.Module):
