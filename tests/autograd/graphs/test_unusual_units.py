@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +19,6 @@ from support.gradients import gradients
 from support.pipelines import batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:::torch")
-
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 
 
 class TransposedNorm(nn.Module):
