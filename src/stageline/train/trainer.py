@@ -232,6 +232,7 @@ class Trainer:
         self.progress = TrainingProgress()
         if in_memory is not None:
             state = self.recovery.restore(in_memory, self.pipe, self.optimizer)
+            self.host.all_reduce(np.zeros(1))  # nobody writes a new copy before all have read the old ones
             self.progress = resume_progress(in_memory, state, setup, self.scale)
         elif checkpoint is not None:
             check_same_run(checkpoint, config)
