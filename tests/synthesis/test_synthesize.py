@@ -188,7 +188,7 @@ def test_without_a_cap_many_microbatches_leave_no_gap() -> None:
     assert sl.synthesize(costs, 8, 32, time_limit=20).gap <= 0.01
 
 
-@pytest.mark.parametrize(("residue", "cap"), [(0.5, 10), (0.3, 10), (1.0, 8)])
+@pytest.mark.parametrize(("residue", "cap"), [(0.5, 10), (0.3, 10)])
 def test_ranks_that_idle_no_longer_than_they_must_reach_the_bound_under_a_cap(residue: float, cap: float) -> None:
     costs = sl.Costs(forward=11.347, backward_input=11.248, backward_weight=8.132, transfer=0.377, residue=residue)
     r = sl.synthesize(costs, 8, 24, memory=cap, objective="span", time_limit=20, tolerance=0.002)

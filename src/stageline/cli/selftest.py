@@ -81,8 +81,9 @@ def _report(result: SelfTest, out: Path) -> None:
     if result.pairs:
         slowest = min(result.pairs, key=lambda pair: pair.gbytes_per_s)
         latency = max(pair.latency_us for pair in result.pairs)
+        count = "1 pair" if len(result.pairs) == 1 else f"{len(result.pairs)} pairs"
         typer.echo(
-            f"links     {len(result.pairs)} pairs: at least {slowest.gbytes_per_s:.3g} GB/s (ranks {slowest.first} and "
+            f"links     {count}: at least {slowest.gbytes_per_s:.3g} GB/s (ranks {slowest.first} and "
             f"{slowest.second}), at most {latency:.0f} µs"
         )
     if result.kill is not None:
