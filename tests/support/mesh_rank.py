@@ -17,9 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import stageline as sl
 
-torch.set_num_threads(1)  # threads that run before processes fork would be missing in them
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a fork server does not know where tests are
-from support.meshes import data, loss_fn, sequential, sharded  # noqa: E402
+from support.meshes import data, loss_fn, sequential, sharded
 
 
 class Killer(nn.Module):
@@ -45,6 +44,7 @@ def main(rank: int, folder: str, how: str = "kill") -> None:
 
     With "column", every column of the mesh is a pipeline of its own.
     """
+    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))

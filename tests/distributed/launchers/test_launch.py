@@ -17,7 +17,7 @@ from stageline.cli.app import run
 from stageline.distributed import attempts
 from stageline.distributed.launchers.launcher import Job
 from stageline.distributed.launchers.processes import ProcessLauncher
-from stageline.testing import exercise_launcher
+from stageline.testing import ForkServer, exercise_launcher
 from support.ports import free_ports
 
 pytestmark = pytest.mark.timeout(120)
@@ -126,6 +126,33 @@ def test_a_dead_rank_is_named_and_the_others_are_ended(tmp_path: Path) -> None:
     assert outcomes[0].failure == "was killed by SIGKILL"
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "rank-0").read_text()), 0)
+
+
+COMPUTING_SCRIPT = """
+import sys
+import torch
+
+def compute():
+    return (torch.ones(600, 600) @ torch.ones(600, 600)).exp().sum()
+
+compute()  # in the server: a process forked from one that computed with several threads would wait for them
+
+def work():
+    torch.set_num_threads(2)
+    compute()
+    sys.exit(7)
+
+def threads():
+    sys.exit(torch.get_num_threads())
+"""
+
+
+def test_processes_of_a_fork_server_compute_with_several_threads(fork_server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "threads_rank.py").write_text(COMPUTING_SCRIPT)
+    script, log = tmp_path / "threads_rank.py", tmp_path / "log"
+    assert fork_server.start(script, "work", log=log).wait(60) == 7, log.read_text()
+    own = {"OMP_NUM_THREADS": "3"}
+    assert fork_server.start(script, "threads", log=log, environment=own).wait(60) == 3, log.read_text()
 
 
 def test_a_job_that_takes_too_long_is_ended() -> None:

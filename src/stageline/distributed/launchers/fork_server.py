@@ -25,6 +25,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+import torch
+
 from stageline.common.files import atomic_file
 
 PRELOADED = ("stageline.runtime.pipeline", "torch._dynamo")
@@ -215,6 +217,8 @@ def main(descriptor: int) -> None:
     """Read a line for every process to start; write a line when it has started and when it has ended."""
     for name in PRELOADED:
         importlib.import_module(name)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a forked process would wait forever for threads that computed in the server
     orders = socket.socket(fileno=descriptor)
     reader, writer = socket.socketpair()
     writer.setblocking(False)
@@ -249,6 +253,7 @@ def main(descriptor: int) -> None:
                 work = _fork(order, running, modules, orders, outputs)
                 if work is not None:
                     selector.close()
+                    torch.set_num_threads(_threads_of(order["environment"]) or threads)
                     return work()  # and end as an interpreter does
                 for output in outputs:
                     os.close(output)
@@ -311,6 +316,12 @@ def _fork(
     if script is not None:
         return lambda: getattr(modules[script], order["function"])(*order["arguments"])
     return lambda: _called(Path(order["call"]), answers=order["answers"])
+
+
+def _threads_of(environment: Mapping[str, str]) -> int:
+    """The number of threads that a new interpreter would compute with by this environment; 0 if it says nothing."""
+    threads = environment.get("OMP_NUM_THREADS", "")
+    return int(threads) if threads.isdecimal() else 0
 
 
 def _called(folder: Path, *, answers: bool) -> None:

@@ -268,9 +268,6 @@ def run_rank(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """What a forked rank does before the function: what a new interpreter would have read or drawn for itself."""
     if not take_place():  # a spare one that nobody needed
         return None
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    if threads.isdecimal() and int(threads) > 0:
-        torch.set_num_threads(int(threads))
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()
