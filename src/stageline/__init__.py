@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from stageline.schedules.verify import Certificate, verify
     from stageline.synthesis.synthesize import Synthesis, synthesize
     from stageline.timeline.compare import Comparison, compare
-    from stageline.timeline.costs import Costs
+    from stageline.timeline.costs import Costs, Share, SharedLink
     from stageline.timeline.explain import Explanation, explain
     from stageline.timeline.io import read_timeline
     from stageline.timeline.simulate import simulate
@@ -88,6 +88,7 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Share",
+    "SharedLink",
     "Staged",
     "StagelineError",
     "StepStats",
@@ -134,7 +135,7 @@ _MODULES = {
     "schedules.schedule": "Program Schedule",
     "schedules.verify": "Certificate verify",
     "timeline.compare": "Comparison compare",
-    "timeline.costs": "Costs Share",
+    "timeline.costs": "Costs Share SharedLink",
     "timeline.explain": "Explanation explain",
     "timeline.io": "read_timeline",
     "timeline.simulate": "simulate",

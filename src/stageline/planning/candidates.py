@@ -309,7 +309,7 @@ class Evaluator:
             return float(candidate.microbatches * work.sum() / shape.ranks)
         arrival = np.concatenate([[0.0], np.cumsum(forward)[:-1]])
         total = np.bincount(np.array(shape.rank_of), work, shape.ranks) * candidate.microbatches
-        shared = (total[list(share.ranks)].sum() / share.capacity for share in costs.shares)
+        shared = (total[list(share.ranks)].sum() / share.throughput for share in costs.shares)
         return max(float((total + arrival[: shape.ranks]).max()), *map(float, shared), 0.0)
 
     def recompute_queues(self, candidate: Candidate, rank_of: Sequence[int]) -> list[list[str]]:

@@ -26,7 +26,7 @@ from stageline.schedules.action import B, F, I
 from stageline.schedules.schedule import Schedule
 from stageline.schedules.sharding import lower_sharding
 from stageline.tensors.pytree import batch_size, first_samples, refuse_arrays
-from stageline.timeline.costs import Costs, Floats, PerPair, per_stage
+from stageline.timeline.costs import Costs, Floats, PerPair, SharedLink, per_stage
 from stageline.timeline.memory import shard_levels
 from stageline.timeline.timeline import Timeline
 
@@ -40,6 +40,8 @@ class Links:
 
     transfer: PerPair = 0.0
     bandwidth: PerPair | None = None
+    shared: tuple[SharedLink, ...] = ()
+    """Links that transfers share."""
 
 
 def stage_costs(profile: Profile, counts: Sequence[int], recompute: Recompute, links: Links) -> Costs:
@@ -56,6 +58,7 @@ def stage_costs(profile: Profile, counts: Sequence[int], recompute: Recompute, l
     """
     spans = spans_of(counts)
     costs = profile.costs(spans, transfer=links.transfer, bandwidth=links.bandwidth)
+    costs = replace(costs, links=links.shared) if links.shared else costs
     if recompute == "none" or recompute == ():
         return costs
     if recompute == "stage":

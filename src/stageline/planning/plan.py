@@ -29,7 +29,7 @@ from stageline.schedules.registry import schedule as make_schedule
 from stageline.schedules.registry import whole
 from stageline.schedules.schedule import Schedule
 from stageline.schedules.verify import verify
-from stageline.timeline.costs import Costs, PerPair, Share
+from stageline.timeline.costs import Costs, PerPair, Share, SharedLink
 from stageline.timeline.simulate import simulate
 from stageline.timeline.timeline import Timeline, share_above
 
@@ -237,6 +237,7 @@ def plan(
     layers_per_stage: Sequence[int] | None = None,
     transfer: PerPair = 0.0,
     bandwidth: PerPair | str | None = None,
+    links: Sequence[SharedLink] = (),
     overhead: float = 0.0,
     parameter_bytes: float | None = None,
     gradient_bytes_per_parameter: float | None = None,
@@ -265,8 +266,8 @@ def plan(
     (units or stages if memory requires it), "none", "stage" or names of units. `schedule` is the name of one or several
     families, or a schedule for which a cut is to be found; `chunks` is the number of stages per rank; `split` is what
     the cut balances ("time", "parameters" or "layers"), and `layers_per_stage` fixes it. A message takes `transfer`
-    seconds plus its bytes divided by `bandwidth`; both are one number, or one per pair of ranks. The forward of a stage
-    takes `overhead` seconds beside its layers. After the measurement, the search takes about `time_limit` seconds.
+    seconds plus its bytes divided by `bandwidth`; both are one number, or one per pair of ranks; messages that share one
+    of the `links` slow each other down. The forward of a stage takes `overhead` seconds beside its layers. After the measurement, the search takes about `time_limit` seconds.
 
     Ranks on one machine without GPUs share its `cores`: while more of them compute than there are cores for their
     threads, they slow each other down. By default every rank has its own; a list of `sl.Share` says which ranks share
@@ -321,7 +322,11 @@ def plan(
                 ),
                 mesh=degrees,
                 reshard=reshard,
-                links=Links(transfer, parse_size(bandwidth, "bandwidth") if isinstance(bandwidth, str) else bandwidth),
+                links=Links(
+                    transfer,
+                    parse_size(bandwidth, "bandwidth") if isinstance(bandwidth, str) else bandwidth,
+                    tuple(links),
+                ),
                 overhead=arguments.seconds("overhead", overhead),
                 shares=arguments.read_shares(cores, num_ranks, profiles.largest.threads),
                 recompute=arguments.read_recompute(recompute, profiles),

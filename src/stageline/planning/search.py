@@ -311,7 +311,7 @@ class PlanSearch:
                 continue
             try:
                 synthesized = synthesize(
-                    replace(self.evaluator.costs(candidate), shares=()),  # it knows ranks at full speed
+                    replace(self.evaluator.costs(candidate), shares=(), links=()),  # it knows full speed
                     request.ranks,
                     microbatches,
                     memory=room,

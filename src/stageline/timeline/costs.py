@@ -38,16 +38,66 @@ class Share:
 
     ranks: Sequence[int]
     capacity: float
-    """How many of them can compute at full speed at once; if more do, all are slowed down equally."""
+    """How many of them can compute at once; if more do, they take turns, and all are slowed down equally."""
+    speeds: Sequence[float] = ()
+    """The speed of each while 1, 2, … of them compute, relative to one that computes alone; by default always 1.
+
+    They share more than what they take turns on: memory, caches, and as threads Python's interpreter lock.
+    """
 
     def __post_init__(self) -> None:
-        ranks, capacity = self.ranks, self.capacity
-        is_list = isinstance(ranks, Sequence) and len(set(ranks)) == len(ranks) > 0
-        if not is_list or any(not isinstance(rank, int) or isinstance(rank, bool) or rank < 0 for rank in ranks):
-            raise CostError(f"ranks of a share must be different whole numbers from 0 upwards, got {shorten(ranks)}")
-        if not isinstance(capacity, int | float) or isinstance(capacity, bool) or not 0 < capacity <= LARGEST_COST:
-            raise CostError(f"capacity of a share must be a number above 0, got {shorten(capacity)}")
-        object.__setattr__(self, "ranks", tuple(ranks))
+        object.__setattr__(self, "ranks", _ranks("ranks of a share", self.ranks))
+        _check_capacity("share", self.capacity)
+        speeds = self.speeds
+        if not isinstance(speeds, Sequence) or not all(_is_number(speed) and 0 < speed <= 1 for speed in speeds):
+            raise CostError(f"speeds of a share must be numbers above 0 and at most 1, got {shorten(speeds)}")
+        object.__setattr__(self, "speeds", tuple(speeds))
+
+    def speed(self, running: int) -> float:
+        """Return the speed of each while so many of them compute.
+
+        >>> [Share(range(4), 2, speeds=[1.0, 0.9]).speed(running) for running in (1, 2, 4)]
+        [1.0, 0.9, 0.45]
+        """
+        beside = self.speeds[min(running, len(self.speeds)) - 1] if self.speeds else 1.0
+        return beside * min(1.0, self.capacity / running)
+
+    @property
+    def throughput(self) -> float:
+        """How much all of them compute at most, relative to one that computes alone."""
+        return max(running * self.speed(running) for running in range(1, len(self.ranks) + 1))
+
+
+@dataclass(frozen=True)
+class SharedLink:
+    """Transfers that share a link: those from one of the `sources` to one of the `targets`, such as a network card.
+
+    >>> SharedLink(sources=(0, 1), targets=(2, 3)).capacity     # a host with two ranks sends to another one
+    1.0
+    """
+
+    sources: Sequence[int]
+    targets: Sequence[int]
+    capacity: float = 1.0
+    """How many transfers run at full speed at once; if more do, all are slowed down equally."""
+
+    def __post_init__(self) -> None:
+        for name in ("sources", "targets"):
+            object.__setattr__(self, name, _ranks(f"{name} of a shared link", getattr(self, name)))
+        _check_capacity("shared link", self.capacity)
+
+    @classmethod
+    def of_hosts(cls, hosts: Sequence[Sequence[int]], capacity: float = 1.0) -> tuple[SharedLink, ...]:
+        """Return the network cards of hosts, given by their ranks: each sends and receives at the same time.
+
+        >>> [link.targets for link in SharedLink.of_hosts([[0, 1], [2, 3]])]
+        [(2, 3), (0, 1), (0, 1), (2, 3)]
+        """
+        links = []
+        for host in hosts:
+            others = [rank for other in hosts if other is not host for rank in other]
+            links += [cls(host, others, capacity), cls(others, host, capacity)] if others else []
+        return tuple(links)
 
 
 @dataclass(frozen=True)
@@ -98,16 +148,18 @@ class Costs:
     scale: Sequence[float] | None = None
     """One factor per microbatch for times, memory and bytes, for microbatches of different lengths."""
     shares: Sequence[Share] = ()
-    """What ranks share; by default nothing. The times of actions are those of ranks that run at full speed."""
+    """What ranks share; by default nothing. The times of actions are those of ranks that compute alone."""
+    links: Sequence[SharedLink] = ()
+    """Links that transfers share; by default none. Only the time for bytes is shared, or without `bandwidth` all."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             if value is None and field.default is None:
                 continue
-            if field.name == "shares":
-                if not isinstance(value, Sequence) or not all(isinstance(share, Share) for share in value):
-                    raise CostError(f"shares must be a list of sl.Share, got {shorten(value)}")
+            if shared := _SHARED.get(field.name):
+                if not isinstance(value, Sequence) or not all(isinstance(part, shared) for part in value):
+                    raise CostError(f"{field.name} must be a list of sl.{shared.__name__}, got {shorten(value)}")
                 continue
             if field.name == "transient" and isinstance(value, Mapping):
                 for kind, part in value.items():
@@ -174,11 +226,17 @@ class Costs:
         self, sources: NDArray[np.int32], targets: NDArray[np.int32], size: Floats | None, ranks: int
     ) -> Floats | float:
         """Return the time of messages of these sizes between these ranks."""
-        time = _between("transfer", self.transfer, sources, targets, ranks)
-        if self.bandwidth is not None and size is not None:
-            rate = _between("bandwidth", self.bandwidth, sources, targets, ranks)
-            time = time + size / np.where(sources == targets, 1.0, rate)  # within a rank nothing is sent
-        return time
+        latency = _between("transfer", self.transfer, sources, targets, ranks)
+        return latency + self.byte_times(sources, targets, size, ranks)
+
+    def byte_times(
+        self, sources: NDArray[np.int32], targets: NDArray[np.int32], size: Floats | None, ranks: int
+    ) -> Floats | float:
+        """Return the time of messages beyond their latency."""
+        if self.bandwidth is None or size is None:
+            return 0.0
+        rate = _between("bandwidth", self.bandwidth, sources, targets, ranks)
+        return size / np.where(sources == targets, 1.0, rate)  # within a rank nothing is sent
 
     def refined(self, parts: int) -> Costs:
         """Return the costs with every stage cut into equal parts; messages and transfers stay the same.
@@ -209,7 +267,7 @@ class Costs:
         return replace(self, **changed)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data, without options that are None, costs of shards that are 0, and shares of nothing."""
+        """Return plain data, without options that are None, costs of shards that are 0, and empty shares and links."""
         values = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
         return {name: value for name, value in values.items() if value is not None and (name, value) not in _NOTHING}
 
@@ -229,14 +287,14 @@ class Costs:
                     f"costs have no {shorten(name)}{nearest(str(name), known)}; they have: {', '.join(known)}"
                 )
         values = {str(name): value for name, value in data.items()}
-        if "shares" in values:
-            try:
-                values["shares"] = tuple(Share(**share) for share in values["shares"])
-            except TypeError:
-                raise CostError(
-                    "shares must be a list of objects like {'ranks': [0, 1], 'capacity': 1}, got "
-                    f"{shorten(values['shares'])}"
-                ) from None
+        for name, shared in _SHARED.items():
+            if name in values:
+                try:
+                    values[name] = tuple(shared(**part) for part in values[name])
+                except TypeError:
+                    raise CostError(
+                        f"{name} must be a list of objects like {_EXAMPLES[name]}, got {shorten(values[name])}"
+                    ) from None
         return cls(**values)
 
     @classmethod
@@ -249,7 +307,29 @@ class Costs:
             raise CostError(f"{path}: {error}") from None
 
 
-_NOTHING = [*((name, 0.0) for name in SHARD_COSTS), ("shares", [])]
+_SHARED: dict[str, type[Share] | type[SharedLink]] = {"shares": Share, "links": SharedLink}
+_EXAMPLES = {
+    "shares": "{'ranks': [0, 1], 'capacity': 1}",
+    "links": "{'sources': [0], 'targets': [1], 'capacity': 1}",
+}
+_NOTHING = [*((name, 0.0) for name in SHARD_COSTS), ("shares", []), ("links", [])]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+
+
+def _ranks(name: str, ranks: object) -> tuple[int, ...]:
+    """Return different ranks as a tuple; refuse everything else."""
+    is_list = isinstance(ranks, Sequence) and len(set(ranks)) == len(ranks) > 0
+    if not is_list or any(not isinstance(rank, int) or isinstance(rank, bool) or rank < 0 for rank in ranks):  # type: ignore[attr-defined]
+        raise CostError(f"{name} must be different whole numbers from 0 upwards, got {shorten(ranks)}")
+    return tuple(ranks)  # type: ignore[arg-type]
+
+
+def _check_capacity(what: str, capacity: object) -> None:
+    if not _is_number(capacity) or not 0 < capacity <= LARGEST_COST:  # type: ignore[operator]
+        raise CostError(f"capacity of a {what} must be a number above 0, got {shorten(capacity)}")
 
 
 def _rest(name: str, whole: Floats, other: Floats) -> Floats:
@@ -312,6 +392,7 @@ def _plain(value: Any) -> Any:
         return {key: _plain(part) for key, part in value.items()}
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
-    if isinstance(value, Share):
-        return {"ranks": list(value.ranks), "capacity": value.capacity}
+    if isinstance(value, Share | SharedLink):
+        data = {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+        return {name: part for name, part in data.items() if name != "speeds" or part}
     return [_plain(part) for part in value] if isinstance(value, tuple | list) else value

@@ -11,7 +11,7 @@ from stageline.schedules.schedule import Schedule
 from stageline.schedules.sharding import Sharding
 from stageline.schedules.verify import ensure_progress
 from stageline.timeline.costs import Costs, Floats, per_stage
-from stageline.timeline.sharing import binding, run_shared
+from stageline.timeline.sharing import Shared, run_shared
 from stageline.timeline.timeline import ShardTimes, Timeline, Transfers
 
 
@@ -19,9 +19,9 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Compute the start and end of every action and transfer.
 
     An action starts when its rank is free and its input has arrived. The actions of an overlapped pair start when both
-    are ready, and end together. Transfers run in parallel with compute and do not slow each other down. So do gathers
-    and reductions of shards; those of one rank run one after the other. Ranks that share cores or a GPU
-    (`Costs.shares`) slow each other down while more of them compute than fit.
+    are ready, and end together. Transfers run in parallel with compute. So do gathers and reductions of shards; those
+    of one rank run one after the other. Ranks that share cores or a GPU (`Costs.shares`) and transfers that share a
+    link (`Costs.links`) slow each other down.
 
     >>> import stageline as sl
     >>> s = sl.schedule("1f1b", ranks=4, microbatches=8)
@@ -36,18 +36,23 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     costs.check_lengths(schedule.stages, schedule.microbatches)
     graph = schedule.graph
     hop = hop_times(schedule, costs)
-    shards = None
-    shares = binding(costs.shares, schedule.ranks)
-    if shares and schedule.sharding is not None:
-        raise CostError("costs with shares cannot be simulated with shard actions; simulate the schedule without them")
-    if shares:
-        start, end = run_shared(graph, durations(schedule, costs), hop, shares)
+    shards, arrived = None, None
+    shared = Shared.of(costs, schedule.ranks)
+    if shared and schedule.sharding is not None:
+        raise CostError(
+            "costs with shares or links cannot be simulated with shard actions; simulate the schedule without them"
+        )
+    if shared:
+        shared_hop = hop if costs.bandwidth is None else hop_times(schedule, costs, latency=False)
+        start, end, arrived = run_shared(graph, durations(schedule, costs), hop, shared_hop, shared)
     elif schedule.sharding is None:
         start, end = _run(graph, durations(schedule, costs), hop)
     else:
         start, end, shards = _run_sharded(schedule, schedule.sharding, costs, hop)
     sent = end[graph.source[graph.receivers]]
-    transfers = Transfers(graph.receivers, sent, sent + hop[graph.receivers])
+    transfers = Transfers(
+        graph.receivers, sent, sent + hop[graph.receivers] if arrived is None else arrived[graph.receivers]
+    )
     return Timeline(schedule=schedule, start=start, end=end, transfers=transfers, costs=costs, shards=shards)
 
 
@@ -68,8 +73,8 @@ def durations(schedule: Schedule, costs: Costs) -> Floats:
     return taken
 
 
-def hop_times(schedule: Schedule, costs: Costs) -> Floats:
-    """Return the transfer time of the input of each action; 0 if it has none from another rank."""
+def hop_times(schedule: Schedule, costs: Costs, latency: bool = True) -> Floats:
+    """Return the transfer time of the input of each action, or its time beyond the latency; 0 if it has none."""
     source, rank = schedule.graph.source, schedule.graph.rank
     crossing = (source >= 0) & (rank != rank[source])
     size = None
@@ -78,7 +83,8 @@ def hop_times(schedule: Schedule, costs: Costs) -> Floats:
         boundary = np.minimum(schedule.stage_ids, schedule.stage_ids[source])
         size = per_stage("message", costs.message, schedule.stages)[boundary]
         size *= costs.scales(schedule.microbatches)[schedule.microbatch_ids]
-    return np.where(crossing, costs.hops(rank[source], rank, size, schedule.ranks), 0.0)
+    times = costs.hops if latency else costs.byte_times
+    return np.where(crossing, times(rank[source], rank, size, schedule.ranks), 0.0)
 
 
 def _run(graph: Graph, duration: Floats, hop: Floats) -> tuple[Floats, Floats]:
