@@ -114,7 +114,8 @@ def planned_gpt(rank: int, schedule: str, ranks: int, steps: int, device: str = 
 
 
 def gpt_processes(schedule: str, steps: int) -> Steps:
-    return run_ranks(planned_gpt, 2, schedule, 2, steps, timeout=600)[0]
+    steps_of_ranks: list[Steps] = run_ranks(planned_gpt, 2, schedule, 2, steps, timeout=600)
+    return steps_of_ranks[0]
 
 
 def one_rank(device: str, steps: int) -> Steps:

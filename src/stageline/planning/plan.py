@@ -266,8 +266,9 @@ def plan(
     (units or stages if memory requires it), "none", "stage" or names of units. `schedule` is the name of one or several
     families, or a schedule for which a cut is to be found; `chunks` is the number of stages per rank; `split` is what
     the cut balances ("time", "parameters" or "layers"), and `layers_per_stage` fixes it. A message takes `transfer`
-    seconds plus its bytes divided by `bandwidth`; both are one number, or one per pair of ranks; messages that share one
-    of the `links` slow each other down. The forward of a stage takes `overhead` seconds beside its layers. After the measurement, the search takes about `time_limit` seconds.
+    seconds plus its bytes divided by `bandwidth`; both are one number, or one per pair of ranks. Messages that share
+    one of the `links` slow each other down. The forward of a stage takes `overhead` seconds beside its layers. After
+    the measurement, the search takes about `time_limit` seconds.
 
     Ranks on one machine without GPUs share its `cores`: while more of them compute than there are cores for their
     threads, they slow each other down. By default every rank has its own; a list of `sl.Share` says which ranks share
