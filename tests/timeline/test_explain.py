@@ -29,10 +29,8 @@ def measured_like(schedule: sl.Schedule, seed: int) -> sl.Timeline:
     arrived = np.zeros(schedule.num_actions)
     entries = graph.actions_of_entries()
     free: dict[int, float] = {}
-    for wave in graph.waves:
-        for place in wave.tolist():
-            rank = int(np.searchsorted(graph.fences, place)) - 1
-            entry = place - rank - 1
+    for ranks, wave in graph.walk():
+        for rank, entry in zip(ranks.tolist(), wave.tolist(), strict=True):
             actions = [int(slot[entry]) for slot in entries if slot[entry] >= 0]
             now = free.get(rank, 0.0)
             for action in actions:

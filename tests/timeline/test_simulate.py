@@ -14,6 +14,8 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 import stageline as sl
+from stageline.schedules import dependencies
+from stageline.schedules import schedule as schedules
 from stageline.timeline.timeline import Transfers
 from support import oracle
 from support.instances import cached_schedule, examples, of_families, of_no_family
@@ -594,3 +596,21 @@ def test_plain_mistakes_in_python_are_told_in_words() -> None:
     for mistake, kind, words in mistakes:
         with pytest.raises(kind, match=words):
             mistake()
+
+
+@settings(max_examples=examples(60))
+@given(schedule=st.one_of(of_families(), of_no_family()), window=st.integers(1, 9))
+def test_windows_of_any_size_give_the_same_certificate_and_timeline(schedule: sl.Schedule, window: int) -> None:
+    """Large schedules are verified and simulated in windows, and their walk is not stored."""
+    costs = sl.Costs(forward=3, backward_input=2, backward_weight=1, transfer=0.5)
+
+    def results() -> tuple[Any, Any, Any]:
+        fresh = replace(schedule)  # nothing is cached
+        timeline = sl.simulate(fresh, costs)
+        return sl.verify(fresh).to_json(), timeline.to_json(), fresh.channels.sent.tolist()
+
+    whole = results()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedules, "WINDOW", window)
+        patch.setattr(dependencies, "STORED", 0)
+        assert results() == whole

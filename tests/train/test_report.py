@@ -22,6 +22,7 @@ import stageline as sl
 from stageline.cli.app import run as command
 from stageline.common.errors import StagelineError
 from stageline.timeline.explain import Parts
+from stageline.timeline.timeline import Transfers
 from stageline.train.events import MetricsFile
 from stageline.train.report import make_report, read_run
 from stageline.train.report.charts import MAX_FINITE, Axis, Series, axis_of
@@ -117,9 +118,7 @@ def make(folder: Path, rows: Rows, tail: str = "") -> Path:
 
 def slower(planned: sl.Timeline, times: float) -> sl.Timeline:
     """A step as it could have been measured: everything took longer."""
-    moved = type(planned.transfers)(
-        planned.transfers.receivers, planned.transfers.sent * times, planned.transfers.arrived * times
-    )
+    moved = Transfers(planned.transfers.receivers, planned.transfers.sent * times, planned.transfers.arrived * times)
     return sl.Timeline(planned.schedule, planned.start * times, planned.end * times, moved, None)
 
 

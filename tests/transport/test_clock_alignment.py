@@ -25,6 +25,7 @@ from stageline.distributed.thread_host import ThreadHost
 from stageline.runtime.replan import Watch
 from stageline.timeline import draw
 from stageline.timeline.explain import typical_costs
+from stageline.timeline.timeline import Transfers
 from stageline.transport.clock_alignment import Alignment, offset_of
 from stageline.transport.tcp import exchange
 from stageline.transport.tcp.exchange import Exchange
@@ -237,7 +238,7 @@ def test_a_file_that_says_nothing_of_clocks_is_judged_by_its_messages(tmp_path: 
         start[second], end[second] = ALIGNED.start[second] + shift, ALIGNED.end[second] + shift
         moved = ALIGNED.transfers
         sent = end[ALIGNED.schedule.graph.source[moved.receivers]]
-        apart = replace(ALIGNED, costs=None, start=start, end=end, transfers=replace(moved, sent=sent, arrived=sent))
+        apart = replace(ALIGNED, costs=None, start=start, end=end, transfers=Transfers(moved.receivers, sent, sent))
         assert without_uncertainty(apart, tmp_path / "old.json").bubble is None
 
 

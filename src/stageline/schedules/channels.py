@@ -18,13 +18,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stageline.common.errors import ScheduleError
 from stageline.schedules import action as kinds
+from stageline.schedules import schedule as schedules
 from stageline.schedules.action import Action
 from stageline.schedules.dependencies import Indices, Ints
 from stageline.schedules.schedule import Program, Schedule
@@ -91,43 +92,73 @@ class Channels(Sequence[Channel]):
         return np.diff(self.bounds)
 
     @cached_property
-    def numbers(self) -> Indices:
-        """For each message, its position on its channel in the receiver's order, counted from 0."""
-        starts = np.repeat(self.bounds[:-1].astype(np.int32), self.sizes)
-        return np.arange(len(self.senders), dtype=np.int32) - starts
-
-    @cached_property
-    def sent(self) -> Indices:
-        """For each message, its position on its channel in the order sent, counted from 0."""
-        channel = np.repeat(np.arange(len(self), dtype=np.int32), self.sizes)
-        positions = np.empty(len(self.senders), dtype=np.int32)
-        positions[np.lexsort((self.senders, channel))] = self.numbers
-        return positions
+    def overtakes(self) -> NDArray[np.bool_]:
+        """For each message, whether it was sent before the one that the receiver uses before it on the channel."""
+        overtakes = np.zeros(len(self.senders), dtype=bool)
+        np.less(self.senders[1:], self.senders[:-1], out=overtakes[1:])
+        overtakes[self.bounds[:-1]] = False
+        return overtakes
 
     @cached_property
     def reordered(self) -> NDArray[np.bool_]:
         """For each channel, whether its messages are used out of order."""
         if not len(self):
             return np.zeros(0, dtype=bool)
-        return np.logical_or.reduceat(self.sent != self.numbers, self.bounds[:-1])
+        return np.logical_or.reduceat(self.overtakes, self.bounds[:-1])
 
     @cached_property
-    def needed(self) -> Ints:
-        """For each message, how many messages its channel must have delivered when it is used, counted across all
-        channels: itself, and all that were sent or used before it."""
-        start = np.repeat(self.bounds[:-1], self.sizes)
-        return np.maximum.accumulate(start + self.sent) + 1
+    def sent(self) -> Indices:
+        """For each message, its position on its channel in the order sent, counted from 0."""
+        positions = [deliveries.sent for deliveries in self.deliveries()]
+        return np.concatenate(positions) if positions else np.zeros(0, dtype=np.int32)
+
+    def deliveries(self) -> Iterator[Deliveries]:
+        """Go through the messages in windows of whole channels."""
+        low = 0
+        while low < len(self):
+            last = int(np.searchsorted(self.bounds, self.bounds[low] + schedules.WINDOW, side="right")) - 1
+            high = max(last, low + 1)
+            yield self._deliveries(slice(low, high))
+            low = high
+
+    def _deliveries(self, channels: slice) -> Deliveries:
+        sizes, begin = self.sizes[channels], int(self.bounds[channels.start])
+        starts = np.repeat(self.bounds[channels].astype(np.int32), sizes)
+        part = slice(begin, begin + len(starts))
+        sent = np.arange(part.start, part.stop, dtype=np.int32) - starts
+        if self.reordered[channels].any():
+            order = np.lexsort((self.senders[part], starts))
+            sent[order] = sent.copy()
+        return Deliveries(channels, part, starts, sent, np.maximum.accumulate(starts + sent) + np.int32(1))
 
     def buffers(self, look_ahead: int) -> Ints:
         """For each channel, the maximum number of posted receives whose message has not been used yet."""
-        if not len(self):
-            return np.zeros(0, dtype=np.int64)
-        posted = np.minimum(self.needed + look_ahead, np.repeat(self.bounds[1:], self.sizes))
-        return np.maximum.reduceat(posted - np.arange(len(posted)), self.bounds[:-1])
+        buffers = np.zeros(len(self), dtype=np.int64)
+        for window in self.deliveries():
+            ends = np.repeat(self.bounds[1:][window.channels], self.sizes[window.channels])
+            posted = np.minimum(window.needed + look_ahead, ends)
+            posted -= np.arange(window.messages.start, window.messages.stop)
+            first = self.bounds[window.channels] - window.messages.start
+            buffers[window.channels] = np.maximum.reduceat(posted, first)
+        return buffers
 
     def targets(self) -> NDArray[np.int32]:
         """The receiving rank of each channel."""
         return self.schedule.graph.rank[self.receivers[self.bounds[:-1]]]
+
+
+class Deliveries(NamedTuple):
+    """The messages of some channels, in the receiver's order."""
+
+    channels: slice
+    messages: slice
+    starts: Indices
+    """For each message, the first message of its channel."""
+    sent: Indices
+    """For each message, its position on its channel in the order sent, counted from 0."""
+    needed: Indices
+    """For each message, how many messages its channel must have delivered when it is used, counted across all channels:
+    itself, and all that were sent or used before it."""
 
 
 def channels_of(schedule: Schedule) -> Channels:
@@ -155,11 +186,9 @@ def check_channels(schedule: Schedule) -> None:
     The runtime does not require this, as it parks early messages. A certificate says whether it holds.
     """
     channels = schedule.channels
-    overtakes = channels.senders[1:] <= channels.senders[:-1]
-    overtakes &= channels.numbers[1:] > 0
-    if not overtakes.any():
+    if not channels.overtakes.any():
         return
-    at = int(np.argmax(overtakes)) + 1
+    at = int(np.argmax(channels.overtakes))
     earlier, later = schedule.action(int(channels.senders[at])), schedule.action(int(channels.senders[at - 1]))
     rank, position = schedule.where(int(channels.receivers[at - 1]))
     source, _ = schedule.where(int(channels.senders[at]))
@@ -193,29 +222,37 @@ def is_safe(schedule: Schedule, look_ahead: int) -> bool:
     receives that it needs up to here, and `look_ahead` more. So a send returns when the receiver has arrived at the
     first entry that needs the message `look_ahead` before it on the channel.
     """
-    graph, channels = schedule.graph, schedule.channels
-    gated = np.flatnonzero(channels.sent >= look_ahead)
-    start = np.repeat(channels.bounds[:-1], channels.sizes)[gated]
-    poster = np.zeros(len(graph.source), dtype=np.int32)
-    first = np.searchsorted(channels.needed, start + channels.sent[gated] - look_ahead + 1)
-    poster[channels.senders[gated]] = graph.place(channels.receivers[first])
-    gates = graph.by_place(poster)
-
-    done, arrived = (np.zeros(graph.places, dtype=bool) for _ in range(2))
-    at = graph.fences[:-1] + 1
+    graph = schedule.graph
+    gates = graph.by_entry(_posters(schedule, look_ahead))
+    done, arrived = (np.zeros(graph.entries + 1, dtype=bool) for _ in range(2))
+    at, ends = graph.first[:-1].copy(), graph.first[1:]
     has_run = np.zeros(schedule.ranks, dtype=bool)
-    done[0] = arrived[0] = arrived[at] = True
+    done[-1] = True
+    arrived[at[at < ends]] = True
     while True:
-        ready = ~has_run
+        ready = ~has_run & (at < ends)
         for source in graph.sources:
-            ready &= done.take(source.take(at))
+            ready &= done.take(source.take(at, mode="clip"))
         has_run |= ready
-        done[at] = has_run
+        done[at[ready]] = True
         moves = has_run.copy()
         for gate in gates:
-            moves &= arrived.take(gate.take(at))
+            poster = gate.take(at, mode="clip")
+            moves &= (poster == 0) | arrived.take(poster - 1)
         if not (moves.any() or ready.any()):
-            return bool((at == graph.fences[1:]).all())
+            return bool((at == ends).all())
         has_run ^= moves
         at += moves
-        arrived[at] = True
+        arrived[at[moves & (at < ends)]] = True
+
+
+def _posters(schedule: Schedule, look_ahead: int) -> Indices:
+    """For each action, 1 + the entry at whose start the receive of its output has been posted, or 0 for any."""
+    graph, channels = schedule.graph, schedule.channels
+    posters = np.zeros(schedule.num_actions, dtype=np.int32)
+    for window in channels.deliveries():
+        gated = np.flatnonzero(window.sent >= look_ahead)
+        count = window.starts[gated] + window.sent[gated] - np.int32(look_ahead - 1)
+        first = np.searchsorted(window.needed, count) + window.messages.start
+        posters[channels.senders[window.messages][gated]] = graph.entries_of(channels.receivers[first]) + 1
+    return posters

@@ -5,15 +5,13 @@ The walk goes in waves: each wave runs the next entry of every rank whose predec
 arrays, so its cost is proportional to the number of actions. Both `verify` (does the walk reach the end?) and
 `simulate` (when does each entry start?) are built on it.
 
-For the walk, the entries of all ranks are concatenated, with a fence before every rank and one at the end:
-
-    place   0  1  2  3  4  5  6  7        the entry after place p is at p + 1, without a lookup,
-            |  a  b  c  |  d  e  |        and place 0, a fence, stands for "none"
-            rank 0      rank 1
+An entry without an input has the source −1. Arrays over entries that a walk fills have one element more at the end, so
+that index −1 stands for "none", without a test.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias, TypeVar
@@ -27,8 +25,13 @@ from stageline.schedules.schedule import Schedule
 
 Ints: TypeAlias = NDArray[np.integer[Any]]
 Indices: TypeAlias = NDArray[np.int32]
-"""Indices of actions, entries or places; there are fewer than 2**31 of each."""
+"""Indices of actions or entries; there are fewer than 2**31 of each."""
+Wave: TypeAlias = tuple[Ints, Ints]
+"""The ranks that run an entry, and these entries."""
 Number = TypeVar("Number", bound=np.generic)
+
+STORED = 1 << 20
+"""A walk through more entries than this is repeated instead of stored."""
 
 
 @dataclass(frozen=True)
@@ -49,37 +52,25 @@ class Graph:
     """For each rank, its first entry; then the number of entries."""
 
     @cached_property
-    def receivers(self) -> Ints:
+    def receivers(self) -> Indices:
         """The actions that take their input from another rank."""
-        return np.flatnonzero((self.source >= 0) & (self.rank != self.rank[self.source]))
+        return self.receivers_in(slice(0, len(self.source)))
+
+    def receivers_in(self, part: slice) -> Indices:
+        """Return the actions of a range that take their input from another rank."""
+        source = self.source[part]
+        crossing = np.flatnonzero((source >= 0) & (self.rank[part] != self.rank[source]))
+        receivers: Indices = (crossing + part.start).astype(np.int32)
+        return receivers
 
     @property
     def entries(self) -> int:
         """The number of entries."""
         return int(self.first[-1])
 
-    @property
-    def places(self) -> int:
-        """The number of places: entries and fences."""
-        return self.entries + len(self.first)
-
-    @property
-    def fences(self) -> Ints:
-        """The places of the fences."""
-        return self.first + np.arange(len(self.first))
-
-    @cached_property
-    def is_entry(self) -> NDArray[np.bool_]:
-        """For each place, whether it is an entry, not a fence."""
-        inside = np.ones(self.places, dtype=bool)
-        inside[self.fences] = False
-        return inside
-
-    def place(self, actions: Ints) -> Indices:
-        """Return the places of the entries of these actions."""
-        places = self.rank[actions] + np.int32(1)
-        places += actions if self.pairs is None else self.pairs.entry_of[actions]
-        return places
+    def entries_of(self, actions: Ints) -> Ints:
+        """Return the entries of these actions."""
+        return actions if self.pairs is None else self.pairs.entry_of[actions]
 
     def actions_of_entries(self) -> list[Indices]:
         """Return the action of each entry; with pairs, one array of forwards and one of backwards, with −1 for none."""
@@ -87,57 +78,55 @@ class Graph:
             return [np.arange(len(self.source), dtype=np.int32)]
         return [self.pairs.forward_of, self.pairs.backward_of]
 
-    def by_place(self, values: NDArray[Number]) -> list[NDArray[Number]]:
-        """Arrange one value per action by place; with pairs, in one array of forwards and one of backwards.
+    def by_entry(self, values: NDArray[Number]) -> list[NDArray[Number]]:
+        """Arrange one value per action by entry; with pairs, in one array of forwards and one of backwards.
 
-        Places without a value are 0.
+        Entries without a value have 0.
         """
-        arrays = []
-        for actions in [None] if self.pairs is None else self.actions_of_entries():
-            by_place = np.zeros(self.places, dtype=values.dtype)
-            by_place[self.is_entry] = values if actions is None else np.where(actions >= 0, values[actions], 0)
-            arrays.append(by_place)
-        return arrays
+        if self.pairs is None:
+            return [values]
+        return [np.where(actions >= 0, values[actions], 0) for actions in self.actions_of_entries()]
 
     def by_action(self, values: NDArray[Number]) -> NDArray[Number]:
-        """Return one value per action, given one per place."""
-        by_entry = values[self.is_entry]
-        return by_entry if self.pairs is None else by_entry[self.pairs.entry_of]
+        """Return one value per action, given one per entry."""
+        return values if self.pairs is None else values[self.pairs.entry_of]
 
     @cached_property
     def sources(self) -> list[Indices]:
-        """For each place, the place of the entry whose output it takes, or 0; as `by_place` returns it.
+        """For each entry, the entry whose output it takes, or −1; as `by_entry` returns it."""
+        if self.pairs is None:
+            return [self.source]
+        numbers = np.append(self.pairs.entry_of, np.int32(-1))
+        return [numbers[np.where(slot >= 0, self.source[slot], -1)] for slot in self.actions_of_entries()]
 
-        A fence takes its own output, so a rank that has reached its end stays there.
-        """
-        sources = self.by_place(np.where(self.source >= 0, self.place(self.source), np.int32(0)))
-        for source in sources:
-            source[self.fences] = self.fences
-        return sources
+    def walk(self) -> Iterable[Wave]:
+        """Return the waves; together they hold all entries if and only if there is no deadlock."""
+        return self._stored_walk if self.entries <= STORED else self._walk()
 
     @cached_property
-    def waves(self) -> list[Ints]:
-        """The places of each wave; together they hold all entries if and only if there is no deadlock."""
-        inputs = self.sources
-        done = np.zeros(self.places, dtype=bool)
-        done[0] = True
-        at = self.fences[:-1] + 1
-        waves: list[Ints] = []
+    def _stored_walk(self) -> list[Wave]:
+        return list(self._walk())
+
+    def _walk(self) -> Iterator[Wave]:
+        done = np.zeros(self.entries + 1, dtype=bool)
+        done[-1] = True
+        at, ends = self.first[:-1].copy(), self.first[1:]
         while True:
-            ready = done.take(inputs[0].take(at))
-            for more in inputs[1:]:
-                ready &= done.take(more.take(at))
-            wave = at[ready]
-            if not wave.size:
-                return waves
-            waves.append(wave)
+            ready = at < ends
+            for source in self.sources:
+                ready &= done.take(source.take(at, mode="clip"))
+            ranks = np.flatnonzero(ready)
+            if not ranks.size:
+                return
+            wave = at[ranks]
+            yield ranks, wave
             done[wave] = True
             at += ready
 
     @property
     def is_acyclic(self) -> bool:
         """Whether the walk reaches every entry."""
-        return sum(len(wave) for wave in self.waves) == self.entries
+        return sum(len(wave) for _, wave in self.walk()) == self.entries
 
 
 @dataclass(frozen=True)
@@ -154,15 +143,15 @@ class Pairs:
 
 def graph_of(schedule: Schedule) -> Graph:
     """Return the dependencies of a schedule, which must be complete (see `rules`)."""
-    is_forward = schedule.action_kinds == kinds.F
     source = np.full(schedule.num_actions, -1, dtype=np.int32)
-    steps = np.array(OUTPUT_STEP)[schedule.action_kinds]
+    steps = np.array(OUTPUT_STEP, dtype=np.int8)[schedule.action_kinds]
     for step in (1, -1):
         _link(source, schedule, steps == step, -step * schedule.microbatches)
 
     rank = np.repeat(np.arange(schedule.ranks, dtype=np.int32), np.diff(schedule.bounds))
     if not schedule.has_overlaps:
         return Graph(source, rank, None, schedule.bounds)
+    is_forward = schedule.action_kinds == kinds.F
     second = np.concatenate([[False], schedule.pair_starts[:-1]])
     entry_of = np.cumsum(~second, dtype=np.int32) - np.int32(1)
     entries = int(entry_of[-1]) + 1
@@ -175,10 +164,11 @@ def graph_of(schedule: Schedule) -> Graph:
 
 def _link(source: Indices, schedule: Schedule, selected: NDArray[np.bool_], step: int) -> None:
     """Set the source of the selected actions: the one of the neighbouring stage, whose key is `step` away."""
-    actions = np.flatnonzero(selected)
-    keys = schedule.keys[actions]
     # The first or last stage reads −1 beyond the end.
     table = np.full(schedule.stages * schedule.microbatches + abs(step), -1, dtype=np.int32)
-    table[keys] = actions
-    keys += keys.dtype.type(step)
-    source[actions] = table[keys]
+    for part in schedule.windows():
+        table[schedule.keys(part)[selected[part]]] = np.flatnonzero(selected[part]) + part.start
+    for part in schedule.windows():
+        keys = schedule.keys(part)[selected[part]]
+        keys += keys.dtype.type(step)
+        source[part][selected[part]] = table[keys]

@@ -9,13 +9,11 @@ from collections.abc import Callable
 from typing import NoReturn, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stageline.common.errors import ScheduleError
 from stageline.schedules import action as kinds
 from stageline.schedules.action import KINDS, Kind
 from stageline.schedules.channels import check_channels
-from stageline.schedules.dependencies import Ints
 from stageline.schedules.schedule import Schedule
 from stageline.schedules.sharding import Sharding
 
@@ -93,36 +91,38 @@ def check_overlap(schedule: Schedule) -> None:
 def check_complete(schedule: Schedule) -> None:
     """Every stage runs F and its backward (B, or I and W) exactly once per microbatch; in inference, only F."""
     size = schedule.stages * schedule.microbatches
-    key = schedule.keys
     plain = schedule.action_kinds
     if size > schedule.num_actions:
-        present = np.unique(key[plain == kinds.F])
+        present = np.unique(schedule.keys()[plain == kinds.F])
         missing = int(np.argmax(np.append(present, -1) != np.arange(len(present) + 1)))
         _report_missing(schedule, missing, "F")
-    count = {kind: np.bincount(key[plain == code], minlength=size) for code, kind in enumerate(KINDS)}
-    for kind in KINDS:
-        twice = count[kind] > 1
-        if twice.any():
-            _report_twice(schedule, kind, twice, count[kind])
+    runs = {kind: np.zeros(size, dtype=bool) for kind in KINDS}
+    for part in schedule.windows():
+        keys = schedule.keys(part)
+        for code, kind in enumerate(KINDS):
+            runs[kind][keys[plain[part] == code]] = True
+    for code, kind in enumerate(KINDS):
+        if np.count_nonzero(runs[kind]) < np.count_nonzero(plain == code):
+            _report_twice(schedule, kind)
     if not schedule.training:
-        for kind in KINDS[1:]:
-            if count[kind].any():
-                index = int(np.flatnonzero(plain == KINDS.index(kind))[0])
+        for code, kind in enumerate(KINDS):
+            if kind != "F" and runs[kind].any():
+                index = int(np.argmax(plain == code))
                 _fail(schedule, index, "complete", "is a backward in a forward-only schedule")
     for half in ("I", "W"):
-        both = (count["B"] > 0) & (count[half] > 0)
+        both = runs["B"] & runs[half]
         if both.any():
-            index = int(np.flatnonzero((plain == kinds.B) & both[key])[0])
+            index = int(np.argmax((plain == kinds.B) & both[schedule.keys()]))
             problem = (
                 f"is a whole backward, but the same stage and microbatch also run {half}; use either B, or I and W"
             )
             _fail(schedule, index, "complete", problem)
-    split = (count["I"] > 0) | (count["W"] > 0)
+    split = runs["I"] | runs["W"]
     lacking = {
-        "F": count["F"] == 0,
-        "B (or I and W)": ~split & (count["B"] == 0) & schedule.training,
-        "I, although it runs W": split & (count["I"] == 0),
-        "W, although it runs I": split & (count["W"] == 0),
+        "F": ~runs["F"],
+        "B (or I and W)": ~(split | runs["B"]) & schedule.training,
+        "I, although it runs W": split & ~runs["I"],
+        "W, although it runs I": split & ~runs["W"],
     }
     for what, missing_here in lacking.items():
         if missing_here.any():
@@ -224,10 +224,11 @@ def _fail(schedule: Schedule, index: int, rule: str, problem: str) -> NoReturn:
     raise ScheduleError(message, rule=rule, rank=rank, position=position)
 
 
-def _report_twice(schedule: Schedule, kind: Kind, twice: NDArray[np.bool_], count: Ints) -> NoReturn:
+def _report_twice(schedule: Schedule, kind: Kind) -> NoReturn:
     """Report both places of an action that runs twice, and the microbatch that its stage never runs instead."""
-    key = schedule.keys
-    repeated = np.flatnonzero((schedule.action_kinds == KINDS.index(kind)) & twice[key])
+    key, same_kind = schedule.keys(), schedule.action_kinds == KINDS.index(kind)
+    count = np.bincount(key[same_kind], minlength=schedule.stages * schedule.microbatches)
+    repeated = np.flatnonzero(same_kind & (count > 1)[key])
     same = repeated[key[repeated] == key[repeated[0]]]
     (_, one), (rank, two) = schedule.where(int(same[0])), schedule.where(int(same[1]))
     stage, microbatch = divmod(int(key[same[0]]), schedule.microbatches)
@@ -258,7 +259,7 @@ def _check_local_order(schedule: Schedule) -> None:
     done_at = np.zeros(schedule.stages * schedule.microbatches, dtype=np.int32)
     for mine in schedule.slices():
         plain = schedule.action_kinds[mine]
-        key = schedule.keys[mine]
+        key = schedule.keys(mine)
         forward, weight = np.flatnonzero(plain == kinds.F), np.flatnonzero(plain == kinds.W)
         back = np.flatnonzero((plain == kinds.B) | (plain == kinds.I))
         for first, then in ((forward, back), (back, weight)):
@@ -278,21 +279,25 @@ def _check_local_order(schedule: Schedule) -> None:
 def _report_cycle(schedule: Schedule) -> NoReturn:
     """Follow the waiting entries from one to the next until they form a cycle, and report it."""
     graph = schedule.graph
-    stuck = np.ones(graph.places, dtype=bool)
-    stuck[graph.fences] = False
-    for wave in graph.waves:
+    stuck = np.ones(graph.entries + 1, dtype=bool)
+    stuck[-1] = False
+    for _, wave in graph.walk():
         stuck[wave] = False
     path: list[int] = []
     seen: dict[int, int] = {}
-    place = int(np.argmax(stuck))
-    while place not in seen:
-        seen[place] = len(path)
-        path.append(place)
-        awaited = [int(source[place]) for source in graph.sources] + [place - 1]
-        place = next(other for other in awaited if stuck[other])
-    cycle = path[seen[place] :]
-    ranks = (np.searchsorted(graph.fences, cycle, side="right") - 1).tolist()
-    names = [_name_of(schedule, rank, at) for rank, at in zip(ranks, cycle, strict=True)]
+    entry = int(np.argmax(stuck))
+    while entry not in seen:
+        seen[entry] = len(path)
+        path.append(entry)
+        awaited = [int(source[entry]) for source in graph.sources] + [entry - 1]
+        entry = next(other for other in awaited if stuck[other])
+    cycle = path[seen[entry] :]
+    ranks = (np.searchsorted(graph.first, cycle, side="right") - 1).tolist()
+    positions = [entry - int(graph.first[rank]) for rank, entry in zip(ranks, cycle, strict=True)]
+    names = [
+        f"{schedule.programs[rank][position]} (position {position})"
+        for rank, position in zip(ranks, positions, strict=True)
+    ]
     # Report only the steps from one rank to another, not those within a program.
     steps = []
     for here in range(len(cycle)):
@@ -300,15 +305,9 @@ def _report_cycle(schedule: Schedule) -> NoReturn:
         if cycle[there] != cycle[here] - 1:
             steps.append(f"rank {ranks[here]} at {names[here]} waits for {names[there]} of rank {ranks[there]}")
     shown = "; ".join(steps[:4]) + ("; and so on, in a cycle" if len(steps) > 4 else "")
-    position = int(cycle[0] - graph.fences[ranks[0]] - 1)
     raise ScheduleError(
-        f"rank {ranks[0]}, position {position}: deadlock: {shown}",
+        f"rank {ranks[0]}, position {positions[0]}: deadlock: {shown}",
         rule="progress",
         rank=ranks[0],
-        position=position,
+        position=positions[0],
     )
-
-
-def _name_of(schedule: Schedule, rank: int, place: int) -> str:
-    position = int(place - schedule.graph.fences[rank] - 1)
-    return f"{schedule.programs[rank][position]} (position {position})"

@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from stageline.schedules.dependencies import Graph
 
 
+WINDOW = 1 << 22
+"""How many actions or messages are copied at a time: schedules may have hundreds of millions."""
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Program(Sequence[Entry]):
     """The entries of one rank, in the order in which it runs them: a view that creates them on access."""
@@ -208,6 +212,21 @@ class Schedule:
         """Return the range of actions of each rank."""
         return (slice(low, high) for low, high in pairwise(self.bounds.tolist()))
 
+    def windows(self, size: int | None = None) -> Iterator[slice]:
+        """Return ranges of actions of whole ranks, with about `size` actions each: what needs copies goes through them.
+
+        >>> import stageline as sl
+        >>> s = sl.schedule("1f1b", ranks=4, microbatches=5)
+        >>> [(part.start, part.stop) for part in s.windows(size=25)]
+        [(0, 20), (20, 40)]
+        """
+        low = 0
+        while low < self.num_actions:
+            last = int(np.searchsorted(self.bounds, low + (size or WINDOW), side="right")) - 1
+            high = max(int(self.bounds[last]), int(self.bounds[np.searchsorted(self.bounds, low, side="right")]))
+            yield slice(low, high)
+            low = high
+
     def where(self, index: int) -> tuple[int, int]:
         """Return the rank that runs an action, and the position in its program."""
         rank = int(np.searchsorted(self.bounds, index, side="right")) - 1
@@ -222,7 +241,7 @@ class Schedule:
     @cached_property
     def action_kinds(self) -> NDArray[np.uint8]:
         """The kind of each action: F, B, I or W of `schedules.action`, whether or not it is part of a pair."""
-        return self.kinds % np.uint8(PAIRED)
+        return self.kinds % np.uint8(PAIRED) if self.has_overlaps else self.kinds
 
     @cached_property
     def pair_starts(self) -> NDArray[np.bool_]:
@@ -289,13 +308,12 @@ class Schedule:
             lowered += [*between.get(head, ()), entry]
         return lowered + between.get(int(self.bounds[rank + 1]) - first, [])
 
-    @cached_property
-    def keys(self) -> NDArray[np.integer[Any]]:
-        """For each action, a number that identifies its stage and microbatch: stage × microbatches + microbatch."""
-        size = self.stages * self.microbatches
-        keys: NDArray[Any] = self.stage_ids.astype(np.int32 if size < 2**31 else np.int64)
+    def keys(self, part: slice = slice(None)) -> NDArray[np.integer[Any]]:
+        """For each action of a range, the number of its stage and microbatch: stage × microbatches + microbatch."""
+        size = (self.stages + 1) * self.microbatches
+        keys: NDArray[Any] = self.stage_ids[part].astype(np.int32 if size < 2**31 else np.int64)
         keys *= self.microbatches
-        keys += self.microbatch_ids
+        keys += self.microbatch_ids[part]
         return keys
 
     @cached_property

@@ -192,9 +192,14 @@ def _in_order(schedule: Schedule) -> bool:
 
 def runs_in_order(schedule: Schedule, selected: NDArray[np.bool_]) -> bool:
     """Whether every stage runs the selected actions in microbatch order, on one rank."""
-    index = np.flatnonzero(selected)
-    index = index[np.argsort(schedule.stage_ids[index], kind="stable")]
-    same_stage = np.diff(schedule.stage_ids[index]) == 0
-    # Actions are numbered rank by rank, so a stage on two ranks may look in order by chance.
-    moves = (np.diff(schedule.microbatch_ids[index]) < 0) | (np.diff(schedule.graph.rank[index]) != 0)
-    return not (moves & same_stage).any()
+    seen: set[int] = set()
+    for part in schedule.slices():
+        index = np.flatnonzero(selected[part])
+        stage, microbatch = schedule.stage_ids[part][index], schedule.microbatch_ids[part][index]
+        order = np.argsort(stage, kind="stable")
+        same_stage = np.diff(stage[order]) == 0
+        own = set(np.unique(stage).tolist())
+        if own & seen or ((np.diff(microbatch[order]) < 0) & same_stage).any():
+            return False
+        seen |= own
+    return True

@@ -45,7 +45,7 @@ def objective_of(problem: Problem, timeline: Timeline) -> float:
 def programs_of(schedule: Schedule) -> Programs:
     """Return the actions of every rank as codes."""
     size = schedule.stages * schedule.microbatches
-    codes = schedule.action_kinds.astype(np.int64) * size + schedule.keys
+    codes = schedule.action_kinds.astype(np.int64) * size + schedule.keys()
     return [codes[part].tolist() for part in schedule.slices()]
 
 

@@ -100,7 +100,7 @@ class Comparison:
 def compare(first: Timeline, second: Timeline) -> Comparison:
     """Compare two timelines of the same actions, in any order."""
     one, two = first.schedule, second.schedule
-    keys = [schedule.keys * np.int64(4) + schedule.action_kinds for schedule in (one, two)]
+    keys = [schedule.keys() * np.int64(4) + schedule.action_kinds for schedule in (one, two)]
     orders = [np.argsort(key, kind="stable") for key in keys]
     same_shape = (one.stages, one.microbatches) == (two.stages, two.microbatches)
     if not same_shape or not np.array_equal(keys[0][orders[0]], keys[1][orders[1]]):

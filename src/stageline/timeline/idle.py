@@ -43,46 +43,49 @@ class Waits(NamedTuple):
     start: Floats
 
 
-def waits_of(timeline: Timeline) -> Waits:
-    """Return what every entry waited for; before its first entry, a rank is free from the start of the step."""
+def waits_of(timeline: Timeline, part: slice | None = None) -> Waits:
+    """Return what every entry waited for; before its first entry, a rank is free from the start of the step.
+
+    `part` is a range of actions of whole ranks: only their entries are returned.
+    """
     graph = timeline.schedule.graph
-    start, end = entry_times(timeline)
-    sent, arrived = _inputs(timeline)
+    start, end = entry_times(timeline, part)
+    sent, arrived = _inputs(timeline, part)
     free = np.concatenate([end[:1], end[:-1]])
-    free[graph.first[:-1][np.diff(graph.first) > 0]] = timeline.first_start
+    first, entries = graph.first[:-1][np.diff(graph.first) > 0], _entries(timeline, part)
+    free[first[(first >= entries.start) & (first < entries.stop)] - entries.start] = timeline.first_start
     sent = np.clip(sent, free, start)
     return Waits(free, sent, np.clip(arrived, sent, start), start)
 
 
 def idle_of(timeline: Timeline) -> tuple[Idle, ...]:
     """Attribute every gap between two entries of a rank to what the second one waited for."""
-    graph = timeline.schedule.graph
-    _, end = entry_times(timeline)
-    waits = waits_of(timeline)
+    schedule, graph = timeline.schedule, timeline.schedule.graph
     begin = timeline.first_start
     finish = begin + timeline.makespan
-    by_rank = []
-    for rank in range(timeline.schedule.ranks):
-        low, high = int(graph.first[rank]), int(graph.first[rank + 1])
-        if low == high:
-            by_rank.append(Idle(0.0, 0.0, 0.0, 0.0, finish - begin))
-            continue
-        free, sent, arrived, start = (times[low + 1 : high] for times in waits)
-        by_rank.append(
-            Idle(
+    by_rank = [Idle(0.0, 0.0, 0.0, 0.0, finish - begin)] * schedule.ranks
+    for part in schedule.windows():
+        _, end = entry_times(timeline, part)
+        waits, offset = waits_of(timeline, part), _entries(timeline, part).start
+        for rank in np.unique(graph.rank[part]).tolist():
+            low, high = int(graph.first[rank]) - offset, int(graph.first[rank + 1]) - offset
+            free, sent, arrived, start = (times[low + 1 : high] for times in waits)
+            by_rank[rank] = Idle(
                 warmup=float(waits.start[low] - begin),
                 transfer=float((arrived - sent).sum()),
                 peer=float((sent - free).sum()),
                 host=float((start - arrived).sum()),
                 drain=max(0.0, float(finish - end[high - 1])),
             )
-        )
     return tuple(by_rank)
 
 
-def entry_times(timeline: Timeline) -> tuple[Floats, Floats]:
-    """Return the start and end of each entry."""
-    lead = leads_of(timeline)
+def entry_times(timeline: Timeline, part: slice | None = None) -> tuple[Floats, Floats]:
+    """Return the start and end of each entry; with `part`, of those of a range of actions of whole ranks."""
+    if timeline.schedule.graph.pairs is None:
+        part = part or slice(None)
+        return timeline.start[part], timeline.end[part]
+    lead = leads_of(timeline)[_entries(timeline, part)]
     return timeline.start[lead], timeline.end[lead]
 
 
@@ -92,23 +95,32 @@ def leads_of(timeline: Timeline) -> Ints:
     return actions[0] if len(actions) == 1 else np.maximum(*actions)
 
 
-def _inputs(timeline: Timeline) -> tuple[Floats, Floats]:
+def _entries(timeline: Timeline, part: slice | None) -> slice:
+    """Return the entries of a range of actions of whole ranks; all by default."""
+    graph = timeline.schedule.graph
+    if part is None or graph.pairs is None:
+        return part or slice(0, graph.entries)
+    return slice(int(graph.pairs.entry_of[part.start]), int(graph.pairs.entry_of[part.stop - 1]) + 1)
+
+
+def _inputs(timeline: Timeline, part: slice | None) -> tuple[Floats, Floats]:
     """Return when the last input of each entry was sent, and when it arrived."""
+    if timeline.schedule.graph.pairs is None:
+        return _action_inputs(timeline, part)
     sent, arrived = _action_inputs(timeline)
-    actions = timeline.schedule.graph.actions_of_entries()
-    if len(actions) == 1:
-        return sent, arrived
-    forward, backward = actions
+    forward, backward = timeline.schedule.graph.actions_of_entries()
     pick = np.where((backward < 0) | ((forward >= 0) & (arrived[forward] >= arrived[backward])), forward, backward)
+    pick = pick[_entries(timeline, part)]
     return sent[pick], arrived[pick]
 
 
-def _action_inputs(timeline: Timeline) -> tuple[Floats, Floats]:
+def _action_inputs(timeline: Timeline, part: slice | None = None) -> tuple[Floats, Floats]:
     """Return when the input of each action was sent, and when it arrived; −inf if it has none."""
-    source = timeline.schedule.graph.source
+    part = slice(0, timeline.schedule.num_actions) if part is None else part
+    source, transfers = timeline.schedule.graph.source[part], timeline.transfers.of_actions(part)
     sent = np.where(source >= 0, timeline.end[source], -np.inf)
     arrived = sent.copy()
-    arrived[timeline.transfers.receivers] = timeline.transfers.arrived
+    arrived[transfers.receivers - part.start] = transfers.arrived
     return sent, arrived
 
 
@@ -135,8 +147,7 @@ def critical_path(timeline: Timeline) -> tuple[TimedAction, ...]:
         for slot in actions:
             mine = int(slot[entry])
             if mine >= 0 and graph.source[mine] >= 0:
-                sender = graph.source[mine : mine + 1]
-                waited.append((float(arrived[mine]), int(graph.place(sender)[0] - graph.rank[sender][0] - 1)))
+                waited.append((float(arrived[mine]), int(graph.entries_of(graph.source[mine : mine + 1])[0])))
         if not waited:
             return tuple(reversed(path))
         # In a tie, stay on the rank.

@@ -49,8 +49,8 @@ class _Transfer:
 
     kind: int
     """0, or 1 for the backward of an overlapped pair."""
-    place: int
-    """Where it is received."""
+    entry: int
+    """The entry that receives it."""
     begin: float
     """When its latency is over."""
     left: float
@@ -60,7 +60,7 @@ class _Transfer:
 
 @dataclass(frozen=True)
 class _Messages:
-    """The transfer times of the inputs of all places, by kind: a pair receives two of them."""
+    """The transfer times of the inputs of all entries, by kind: a pair receives two of them."""
 
     fixed: list[list[float]]
     """Latency, or all of the time if no link is shared."""
@@ -69,7 +69,7 @@ class _Messages:
     links: list[list[tuple[int, ...]]]
     """The shared links of each."""
     receivers: dict[int, list[tuple[int, int]]]
-    """For the place of a sender, the kind and place of its receivers."""
+    """For the entry of a sender, the kind and entry of its receivers."""
 
 
 def run_shared(
@@ -81,17 +81,17 @@ def run_shared(
     part of it that shared links can slow down.
     """
     messages = _messages(graph, hop, shared_hop, shared.links)
-    work = np.maximum.reduce(graph.by_place(duration)).tolist()
-    ends, at = graph.fences[1:].tolist(), (graph.fences[:-1] + 1).tolist()
+    work = np.maximum.reduce(graph.by_entry(duration)).tolist()
+    at, ends = graph.first[:-1].tolist(), graph.first[1:].tolist()
     ranks = range(len(at))
-    start, end = np.zeros(graph.places), np.zeros(graph.places)
-    arrived = [np.where(source > 0, inf, 0.0) for source in graph.sources]
+    start, end = np.zeros(graph.entries), np.zeros(graph.entries)
+    arrived = [np.where(source >= 0, inf, 0.0) for source in graph.sources]
     left: list[float | None] = [None] * len(at)  # work of the running entry of each rank
     moving: list[_Transfer] = []
     now = 0.0
 
-    def send(place: int) -> None:
-        for kind, receiver in messages.receivers.get(place, ()):
+    def send(entry: int) -> None:
+        for kind, receiver in messages.receivers.get(entry, ()):
             fixed, rest = messages.fixed[kind][receiver], messages.shared[kind][receiver]
             links = messages.links[kind][receiver]
             if links and rest > 0:
@@ -115,7 +115,7 @@ def run_shared(
         now, moving = following, []
         for one, rate, time in zip(before, rates, arrival, strict=True):
             if rate and time <= now:
-                arrived[one.kind][one.place] = now
+                arrived[one.kind][one.entry] = now
             else:
                 one.left -= passed * rate
                 moving.append(one)
@@ -135,7 +135,7 @@ def run_shared(
 def _messages(graph: Graph, hop: Floats, shared_hop: Floats, links: Sequence[SharedLink]) -> _Messages:
     crossing = (graph.source >= 0) & (graph.rank != graph.rank[graph.source])
     sources = np.where(crossing, graph.rank[graph.source], -1)
-    rank_of = np.repeat(np.arange(len(graph.fences) - 1), np.diff(graph.fences))
+    rank_of = np.repeat(np.arange(len(graph.first) - 1), np.diff(graph.first)).tolist()
     members = [(frozenset(link.sources), frozenset(link.targets)) for link in links]
 
     def links_of(source: int, target: int) -> tuple[int, ...]:
@@ -143,13 +143,13 @@ def _messages(graph: Graph, hop: Floats, shared_hop: Floats, links: Sequence[Sha
 
     receivers: dict[int, list[tuple[int, int]]] = {}
     fixed, shared, on_links = [], [], []
-    by_kind = zip(graph.sources, graph.by_place(hop), graph.by_place(shared_hop), graph.by_place(sources), strict=True)
+    by_kind = zip(graph.sources, graph.by_entry(hop), graph.by_entry(shared_hop), graph.by_entry(sources), strict=True)
     for kind, (source, all_time, shared_time, source_rank) in enumerate(by_kind):
-        for place in np.flatnonzero((source > 0) & graph.is_entry).tolist():
-            receivers.setdefault(int(source[place]), []).append((kind, place))
+        for entry in np.flatnonzero(source >= 0).tolist():
+            receivers.setdefault(int(source[entry]), []).append((kind, entry))
         fixed.append((all_time - shared_time).tolist())
         shared.append(shared_time.tolist())
-        pairs = zip(source_rank.tolist(), [*rank_of.tolist(), 0], all_time.tolist(), strict=True)
+        pairs = zip(source_rank.tolist(), rank_of, all_time.tolist(), strict=True)
         on_links.append([links_of(one, other) if time and one >= 0 else () for one, other, time in pairs])
     return _Messages(fixed, shared, on_links, receivers)
 
@@ -161,7 +161,7 @@ def _by_action(graph: Graph, arrived: Sequence[Floats]) -> Floats:
     forwards, backwards = graph.actions_of_entries()
     by_action = np.zeros(len(graph.source))
     for actions, times in ((forwards, arrived[0]), (backwards, arrived[1])):
-        by_action[actions[actions >= 0]] = times[graph.is_entry][actions >= 0]
+        by_action[actions[actions >= 0]] = times[actions >= 0]
     return by_action
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial, reduce
+
 import numpy as np
 
 from stageline.common.errors import CostError, shorten
@@ -12,7 +14,7 @@ from stageline.schedules.sharding import Sharding
 from stageline.schedules.verify import ensure_progress
 from stageline.timeline.costs import Costs, Floats, per_stage
 from stageline.timeline.sharing import Shared, run_shared
-from stageline.timeline.timeline import ShardTimes, Timeline, Transfers
+from stageline.timeline.timeline import ComputedTransfers, ShardTimes, Timeline, Transfers
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
@@ -35,25 +37,30 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     ensure_progress(schedule)
     costs.check_lengths(schedule.stages, schedule.microbatches)
     graph = schedule.graph
-    hop = hop_times(schedule, costs)
-    shards, arrived = None, None
+    shards, transfers = None, None
     shared = Shared.of(costs, schedule.ranks)
     if shared and schedule.sharding is not None:
         raise CostError(
             "costs with shares or links cannot be simulated with shard actions; simulate the schedule without them"
         )
     if shared:
+        hop = hop_times(schedule, costs)
         shared_hop = hop if costs.bandwidth is None else hop_times(schedule, costs, latency=False)
         start, end, arrived = run_shared(graph, durations(schedule, costs), hop, shared_hop, shared)
+        transfers = Transfers(graph.receivers, end[graph.source[graph.receivers]], arrived[graph.receivers])
     elif schedule.sharding is None:
-        start, end = _run(graph, durations(schedule, costs), hop)
+        start, end = _run(graph, durations(schedule, costs), hop_times(schedule, costs))
     else:
-        start, end, shards = _run_sharded(schedule, schedule.sharding, costs, hop)
-    sent = end[graph.source[graph.receivers]]
-    transfers = Transfers(
-        graph.receivers, sent, sent + hop[graph.receivers] if arrived is None else arrived[graph.receivers]
-    )
-    return Timeline(schedule=schedule, start=start, end=end, transfers=transfers, costs=costs, shards=shards)
+        start, end, shards = _run_sharded(schedule, schedule.sharding, costs, hop_times(schedule, costs))
+    moved = transfers or ComputedTransfers(partial(_transfers_to, schedule, costs, end), schedule.num_actions)
+    return Timeline(schedule=schedule, start=start, end=end, transfers=moved, costs=costs, shards=shards)
+
+
+def _transfers_to(schedule: Schedule, costs: Costs, end: Floats, part: slice) -> Transfers:
+    """Return the messages that a range of actions receives."""
+    receivers = schedule.graph.receivers_in(part)
+    sent = end[schedule.graph.source[receivers]]
+    return Transfers(receivers, sent, sent + _hops_to(schedule, costs, part)[receivers - part.start])
 
 
 def durations(schedule: Schedule, costs: Costs) -> Floats:
@@ -75,35 +82,44 @@ def durations(schedule: Schedule, costs: Costs) -> Floats:
 
 def hop_times(schedule: Schedule, costs: Costs, latency: bool = True) -> Floats:
     """Return the transfer time of the input of each action, or its time beyond the latency; 0 if it has none."""
-    source, rank = schedule.graph.source, schedule.graph.rank
-    crossing = (source >= 0) & (rank != rank[source])
+    times = np.empty(schedule.num_actions)
+    for part in schedule.windows():
+        times[part] = _hops_to(schedule, costs, part, latency)
+    return times
+
+
+def _hops_to(schedule: Schedule, costs: Costs, part: slice, latency: bool = True) -> Floats:
+    """Return the transfer time of the input of each action of a range."""
+    source, rank = schedule.graph.source[part], schedule.graph.rank[part]
+    source_rank = schedule.graph.rank[source]
+    crossing = (source >= 0) & (rank != source_rank)
     size = None
     if costs.bandwidth is not None:
         # The gradient that crosses a boundary is as large as the output that crossed it.
-        boundary = np.minimum(schedule.stage_ids, schedule.stage_ids[source])
+        boundary = np.minimum(schedule.stage_ids[part], schedule.stage_ids[source])
         size = per_stage("message", costs.message, schedule.stages)[boundary]
-        size *= costs.scales(schedule.microbatches)[schedule.microbatch_ids]
+        size *= costs.scales(schedule.microbatches)[schedule.microbatch_ids[part]]
     times = costs.hops if latency else costs.byte_times
-    return np.where(crossing, times(rank[source], rank, size, schedule.ranks), 0.0)
+    return np.where(crossing, times(source_rank, rank, size, schedule.ranks), 0.0)
 
 
 def _run(graph: Graph, duration: Floats, hop: Floats) -> tuple[Floats, Floats]:
     """Go through the waves: an entry starts when the one before it has ended and its inputs have arrived."""
-    inputs = list(zip(graph.sources, graph.by_place(hop), strict=True))
+    waits = graph.by_entry(hop)
+    inputs = list(zip(graph.sources, waits, strict=True))
     # Both actions of a pair take the pair's time.
-    taken = np.maximum.reduce(graph.by_place(duration))
-    end = np.zeros(graph.places)  # fences end at 0
-    for wave in graph.waves:
-        now = end.take(wave - 1)
+    taken = reduce(np.maximum, graph.by_entry(duration))
+    # Without pairs, the start of an entry takes the place of its wait, which is not read again.
+    start, end = waits[0] if graph.pairs is None else np.empty(graph.entries), np.zeros(graph.entries + 1)
+    free = np.zeros(len(graph.first) - 1)
+    for ranks, wave in graph.walk():
+        now = free.take(ranks)
         for source, wait in inputs:
             np.maximum(now, end.take(source.take(wave)) + wait.take(wave), out=now)
+        start[wave] = now
         now += taken.take(wave)
-        end[wave] = now
-    # Computing the starts again in one pass is faster than storing them in the loop.
-    start = np.concatenate([end[:1], end[:-1]])
-    for source, wait in inputs:
-        np.maximum(start, end[source] + wait, out=start)
-    return graph.by_action(start), graph.by_action(end)
+        end[wave] = free[ranks] = now
+    return graph.by_action(start), graph.by_action(end[:-1])
 
 
 def _run_sharded(
@@ -117,17 +133,18 @@ def _run_sharded(
     graph = schedule.graph
     length = {UNSHARD: per_stage("gather", costs.gather, schedule.stages)}
     length[REDUCE_GRAD] = per_stage("reduce", costs.reduce, schedule.stages)
-    inputs = list(zip(graph.sources, graph.by_place(hop), strict=True))
-    taken = np.maximum.reduce(graph.by_place(durations(schedule, costs)))
-    needs = [part.tolist() for part in graph.by_place(np.where(schedule.action_kinds == W, 0, schedule.stage_ids + 1))]
-    places = _shard_places(schedule, sharding)
-    end, start = np.zeros(graph.places), np.zeros(graph.places)
+    inputs = list(zip(graph.sources, graph.by_entry(hop), strict=True))
+    taken = reduce(np.maximum, graph.by_entry(durations(schedule, costs)))
+    needs = [part.tolist() for part in graph.by_entry(np.where(schedule.action_kinds == W, 0, schedule.stage_ids + 1))]
+    before = _shards_before(schedule, sharding)
+    end, start = np.zeros(graph.entries + 1), np.zeros(graph.entries)
+    free = [0.0] * schedule.ranks
     shard_start, shard_end = np.zeros(len(sharding)), np.zeros(len(sharding))
     queue = np.zeros(schedule.ranks)
     ready = np.zeros((schedule.ranks, schedule.stages + 1))  # column 0: nothing needed
 
-    def run_shards(place: int, rank: int, now: float) -> None:
-        for index in places.get(place, ()):
+    def run_shards(entry: int, rank: int, now: float) -> None:
+        for index in before.get((rank, entry), ()):
             kind, stage = int(sharding.kinds[index]), int(sharding.stage_ids[index])
             shard_start[index] = shard_end[index] = now
             if kind != RESHARD:
@@ -136,28 +153,26 @@ def _run_sharded(
             if kind == UNSHARD:
                 ready[rank, stage + 1] = shard_end[index]
 
-    rank_of = np.repeat(np.arange(schedule.ranks), np.diff(graph.fences)).tolist()
-    for wave in graph.waves:
-        for place in wave.tolist():
-            rank, now = rank_of[place], float(end[place - 1])
-            run_shards(place, rank, now)
+    for ranks, wave in graph.walk():
+        for rank, entry in zip(ranks.tolist(), wave.tolist(), strict=True):
+            now = free[rank]
+            run_shards(entry, rank, now)
             for source, wait in inputs:
-                now = max(now, float(end[source[place]] + wait[place]))
-            start[place] = max(now, *(float(ready[rank, stages[place]]) for stages in needs))
-            end[place] = start[place] + taken[place]
-    for rank, fence in enumerate(graph.fences[1:].tolist()):
-        run_shards(fence, rank, float(end[fence - 1]))
-    return graph.by_action(start), graph.by_action(end), ShardTimes(shard_start, shard_end)
+                now = max(now, float(end[source[entry]] + wait[entry]))
+            start[entry] = max(now, *(float(ready[rank, stages[entry]]) for stages in needs))
+            end[entry] = free[rank] = float(start[entry] + taken[entry])
+    for rank, last in enumerate(graph.first[1:].tolist()):
+        run_shards(last, rank, free[rank])
+    return graph.by_action(start), graph.by_action(end[:-1]), ShardTimes(shard_start, shard_end)
 
 
-def _shard_places(schedule: Schedule, sharding: Sharding) -> dict[int, list[int]]:
-    """Return the shard actions before each place of the walk; those after a rank's last entry are at its fence."""
-    graph, places = schedule.graph, dict[int, list[int]]()
-    fences = graph.fences.tolist()
+def _shards_before(schedule: Schedule, sharding: Sharding) -> dict[tuple[int, int], list[int]]:
+    """Return the shard actions before each entry of a rank; those after its last one are at the entry that follows."""
+    graph, before = schedule.graph, dict[tuple[int, int], list[int]]()
     for rank in range(schedule.ranks):
         for index in sharding.of_rank(rank):
             at = int(sharding.places[index])
             last = at == schedule.bounds[rank + 1]
-            place = fences[rank + 1] if last else int(graph.place(np.array([at]))[0])
-            places.setdefault(place, []).append(index)
-    return places
+            entry = graph.first[rank + 1] if last else graph.entries_of(np.array([at]))[0]
+            before.setdefault((rank, int(entry)), []).append(index)
+    return before

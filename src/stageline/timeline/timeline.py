@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,8 +24,43 @@ class Transfers:
     """The messages between ranks: the action that receives each, when it was sent and when it arrived."""
 
     receivers: Ints
+    """In ascending order."""
     sent: Floats
     arrived: Floats
+
+    def of_actions(self, part: slice) -> Transfers:
+        """Return the messages that a range of actions receives."""
+        low, high = np.searchsorted(self.receivers, [part.start, part.stop])
+        return Transfers(self.receivers[low:high], self.sent[low:high], self.arrived[low:high])
+
+
+@dataclass(frozen=True, eq=False)
+class ComputedTransfers:
+    """The messages of a simulated step, computed when they are first read: there may be hundreds of millions."""
+
+    of_actions: Callable[[slice], Transfers]
+    """Returns the messages that a range of actions receives."""
+    actions: int
+    """The number of actions."""
+
+    @cached_property
+    def _all(self) -> Transfers:
+        return self.of_actions(slice(0, self.actions))
+
+    @property
+    def receivers(self) -> Ints:
+        """As in `Transfers`."""
+        return self._all.receivers
+
+    @property
+    def sent(self) -> Floats:
+        """As in `Transfers`."""
+        return self._all.sent
+
+    @property
+    def arrived(self) -> Floats:
+        """As in `Transfers`."""
+        return self._all.arrived
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +121,7 @@ class Timeline:
     schedule: Schedule
     start: Floats
     end: Floats
-    transfers: Transfers
+    transfers: Transfers | ComputedTransfers
     costs: Costs | None = None
     """The costs of the simulation; None for a measured step."""
     uncertainty: float | None = 0.0
@@ -149,9 +184,12 @@ class Timeline:
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """The compute time of each rank; an overlapped pair counts once."""
-        taken = self.end - self.start
-        taken[self.schedule.pairs + 1] = 0.0
-        return tuple(float(taken[part].sum()) for part in self.schedule.slices())
+        busy = []
+        for part in self.schedule.slices():
+            taken = self.end[part] - self.start[part]
+            taken[np.flatnonzero(self.schedule.pair_starts[part]) + 1] = 0.0
+            busy.append(float(taken.sum()))
+        return tuple(busy)
 
     @property
     def ideal(self) -> float:
