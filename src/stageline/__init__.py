@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from stageline.schedules.registry import Family, families, family, schedule
     from stageline.schedules.schedule import Program, Schedule
     from stageline.schedules.verify import Certificate, verify
+    from stageline.synthesis.pareto import ParetoCurve, pareto
     from stageline.synthesis.synthesize import Synthesis, synthesize
     from stageline.timeline.compare import Comparison, compare
     from stageline.timeline.costs import Costs, Share, SharedLink
@@ -78,6 +79,7 @@ __all__ = [
     "MemoryCapError",
     "NothingFits",
     "Overlap",
+    "ParetoCurve",
     "Pipeline",
     "PipelineError",
     "Placement",
@@ -106,6 +108,7 @@ __all__ = [
     "load_checkpoint",
     "load_weights",
     "own_loss",
+    "pareto",
     "partition",
     "plan",
     "pop",
@@ -140,6 +143,7 @@ _MODULES = {
     "timeline.io": "read_timeline",
     "timeline.simulate": "simulate",
     "timeline.timeline": "Timeline",
+    "synthesis.pareto": "ParetoCurve pareto",
     "synthesis.synthesize": "Synthesis synthesize",
     "distributed.launchers.launcher": "launch",
     "distributed.recovery": "rejoin",

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
 from stageline.cli.options import CostOptions, DrawingOptions, expand, output_option
-from stageline.cli.output import console, print_chart, print_figures, print_json, progress
+from stageline.cli.output import console, print_chart, print_figures, print_json, progress, save, table
 from stageline.common import interrupts
+from stageline.common.errors import StagelineError
 from stageline.timeline.draw.palette import number
 
 if TYPE_CHECKING:
@@ -46,12 +47,29 @@ class SearchOptions:
     seed: Annotated[int, _search(metavar="N", help="Random seed of the search.")] = 0
 
 
+_curve = partial(Option, rich_help_panel="Memory against time")
+
+
+@dataclass(frozen=True)
+class CurveOptions:
+    """The options of the curve of memory against time."""
+
+    pareto: Annotated[
+        bool, _curve("--pareto", help="Search for many memory caps, and show every family beside the curve.")
+    ] = False
+    caps: Annotated[str | None, _curve(metavar="SIZE,…", help="The caps. Default: from the smallest that works.")] = (
+        None
+    )
+    points: Annotated[int, _curve(metavar="N", min=1, max=100, help="How many caps, about, without --caps.")] = 8
+
+
 @expand
 def command(
     ranks: Annotated[int, Option("-p", "--ranks", metavar="N", help="Number of ranks.")],
     microbatches: Annotated[int, Option("-m", "--microbatches", metavar="N", help="Number of microbatches.")],
     prices: CostOptions,
     search: SearchOptions,
+    curve: CurveOptions,
     output: Annotated[
         Path | None, output_option("-o", "--output", metavar="FILE", help="Write the schedule as .json or .csv.")
     ] = None,
@@ -61,23 +79,27 @@ def command(
     """Search for the shortest schedule for these costs, and prove how much shorter another one could be at most.
 
     The result is never worse than a named family that fits the memory. Costs are those of one stage; with --chunks, a
-    rank has several.
+    rank has several. With --pareto, --time-limit applies to each memory cap.
 
     Examples:
       stageline synthesize -p 4 -m 8 --forward 10 --backward 18 --memory 4
       stageline synthesize -p 8 -m 32 --costs measured.json -o mine.json
+      stageline synthesize -p 8 -m 32 --pareto --svg curve.svg
     """
+    if curve.pareto:
+        if search.memory is not None or output is not None:
+            raise StagelineError("--pareto searches many caps: leave out -o, and give --caps instead of --memory")
+        _show_curve(prices, ranks, microbatches, search, curve, drawing)
+        return
     from stageline.synthesis.synthesize import synthesize
 
     with progress("simulating the families …") as update, interrupts.raised():  # the search keeps its best result
 
         def tell(state: SearchProgress) -> None:
-            gap = f", gap {state.achieved / state.lower_bound - 1:.2%}" if state.lower_bound > 0 else ""
             if update is not None:
-                update(f"{state.seconds:.1f} s  {number(state.achieved)} by {state.step}{gap}  (Ctrl-C keeps the best)")
+                update(_status(state))
 
-        placement = "v" if search.placement == "vee" else search.placement  # vee: the name in version 0.1.0
-        arguments = vars(search) | {"placement": placement, "progress": tell if update is not None else None}
+        arguments = _arguments(search) | {"progress": tell if update is not None else None}
         result = synthesize(prices.make(), ranks, microbatches, **arguments)
     if output is not None:
         result.schedule.write(output)
@@ -93,6 +115,58 @@ def command(
     out.print()
     for label, value in _summary(result):
         out.print(f"{label:<12} {value}")
+
+
+def _arguments(search: SearchOptions) -> dict[str, Any]:
+    placement = "v" if search.placement == "vee" else search.placement  # vee: the name in version 0.1.0
+    return vars(search) | {"placement": placement}
+
+
+def _status(state: SearchProgress) -> str:
+    gap = f", gap {state.achieved / state.lower_bound - 1:.2%}" if state.lower_bound > 0 else ""
+    return f"{state.seconds:.1f} s  {number(state.achieved)} by {state.step}{gap}  (Ctrl-C keeps the best)"
+
+
+def _show_curve(
+    prices: CostOptions,
+    ranks: int,
+    microbatches: int,
+    search: SearchOptions,
+    options: CurveOptions,
+    drawing: DrawingOptions,
+) -> None:
+    """Search for many caps; print the curve and the families as a table or as JSON, and draw them."""
+    from stageline.synthesis.pareto import pareto
+
+    arguments = {key: value for key, value in _arguments(search).items() if key != "memory"}
+    caps = None if options.caps is None else options.caps.split(",")
+    with progress("simulating the families …") as update, interrupts.raised():
+
+        def tell(cap: float, state: SearchProgress) -> None:
+            if update is not None:
+                update(f"cap {number(cap)}: {_status(state)}")
+
+        curve = pareto(prices.make(), ranks, microbatches, caps=caps, points=options.points, progress=tell, **arguments)
+    save(drawing.svg, curve.svg, "the drawing")
+    save(drawing.html, lambda: curve.html(f"{ranks} ranks, {microbatches} microbatches"), "the page")
+    if drawing.json:
+        print_json(curve.to_json())
+        return
+    grid = table("memory", curve.objective, "lower bound", "gap", "schedule", "against the curve", left=("schedule",))
+    rows = [
+        (point.cap, 0, number(point.synthesis.achieved), number(point.synthesis.lower_bound),
+         f"{point.synthesis.gap:.2%}", f"synthesized ({point.synthesis.how})", "")
+        for point in curve.points
+    ]  # fmt: skip
+    for family in curve.families:
+        value = curve.value_at(family.memory)
+        beside = "" if not value else f"{family.value / value - 1:+.1%}"
+        name = family.name if family.in_placement else f"{family.name}, another placement"
+        name += f", weights {family.weight_copies}×" * (family.weight_copies > 1)
+        rows.append((family.memory, 1, number(family.value), "", "", name, beside))
+    for memory, _, *cells in sorted(rows):
+        grid.add_row(number(memory), *cells)
+    console(drawing.width).print(grid)
 
 
 def _summary(result: Synthesis) -> Iterator[tuple[str, str]]:

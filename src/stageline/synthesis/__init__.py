@@ -4,5 +4,5 @@ This package searches; what makes a schedule valid is in `schedules.rules`. It n
 
 Read in order: `problem`, `synthesize`, `search`, then what the search tries: `baselines`, `list_scheduling`,
 `periodic`, `local_search`, `cp_sat`. `fast_simulate` evaluates candidates; `bounds` proves how far from the optimum a
-schedule can be.
+schedule can be. `pareto` repeats it for many caps.
 """

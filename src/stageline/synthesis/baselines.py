@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from stageline.common.errors import StagelineError
+from stageline.common.errors import StagelineError, shorten
 from stageline.schedules import action as kinds
 from stageline.schedules.channels import check_channels
 from stageline.schedules.placement import Placement
@@ -35,6 +35,31 @@ def baselines(problem: Problem) -> Iterator[ProgramPlan]:
                 if problem.fits(timeline.peak_memory):
                     paired = variant if variant.has_overlaps else None
                     yield ProgramPlan(programs_of(variant), objective_of(problem, timeline), name, schedule=paired)
+
+
+def starting_plan(problem: Problem, schedule: Schedule) -> ProgramPlan:
+    """Return a user's schedule as a plan; raise `StagelineError` if it does not solve the problem."""
+    if not isinstance(schedule, Schedule):
+        raise StagelineError(f"start must be a schedule, got {shorten(schedule)}")
+    sizes = (schedule.placement.table.tolist(), schedule.microbatches)
+    if sizes != (problem.placement.table.tolist(), problem.microbatches) or not schedule.training:
+        raise StagelineError(
+            f"start has {schedule.ranks} ranks, {schedule.stages} stages and {schedule.microbatches} microbatches in "
+            f"another placement or size than the {problem.ranks} ranks, {problem.stages} stages and "
+            f"{problem.microbatches} microbatches to synthesize; build it for the same ones"
+        )
+    if not _conforms(problem, schedule):
+        raise StagelineError(
+            "start must be free of deadlocks, run the microbatches of every stage in order, and split its backwards as "
+            f"split={problem.split} says"
+        )
+    timeline = simulate(schedule, problem.costs)
+    if not problem.fits(timeline.peak_memory):
+        peaks = zip(timeline.peak_memory, problem.caps, strict=True)
+        rank, (peak, cap) = max(enumerate(peaks), key=lambda item: item[1][0] - item[1][1])
+        raise StagelineError(f"start needs {peak:.12g} memory on rank {rank}; the cap is {cap:.12g}")
+    paired = schedule if schedule.has_overlaps else None
+    return ProgramPlan(programs_of(schedule), objective_of(problem, timeline), "the start", schedule=paired)
 
 
 def objective_of(problem: Problem, timeline: Timeline) -> float:

@@ -72,6 +72,8 @@ class Search:
     was_cut: bool = False
     """Whether the clock or the user ended it before its work was done."""
     was_interrupted: bool = False
+    start: ProgramPlan | None = None
+    """A plan to start from."""
 
     def __post_init__(self) -> None:
         self.started = time.monotonic()
@@ -132,6 +134,7 @@ class Search:
 
     def _start(self) -> None:
         """Collect the baselines and compute the lower bound."""
+        self.offer(self.start)
         for plan in baselines(self.problem):
             if not self.reserve and not self.is_nested:
                 self.reserve = min(RESULT_COST * self.elapsed, 0.5 * self.seconds)

@@ -15,7 +15,7 @@ from stageline.schedules import action as kinds
 from stageline.schedules.channels import check_channels
 from stageline.schedules.schedule import Schedule
 from stageline.schedules.verify import verify
-from stageline.synthesis.baselines import objective_of
+from stageline.synthesis.baselines import objective_of, starting_plan
 from stageline.synthesis.fast_simulate import end_times, objective_value, peak_memory_of
 from stageline.synthesis.list_scheduling import Board, ProgramPlan, Programs, schedule_of
 from stageline.synthesis.local_search import join_adjacent
@@ -109,6 +109,7 @@ def synthesize(
     time_limit: float = 2.0,
     tolerance: float = 0.0,
     seed: int = 0,
+    start: Schedule | None = None,
     progress: Callable[[SearchProgress], None] | None = None,
 ) -> Synthesis:
     """Build the shortest schedule that the search finds for these costs, and prove a lower bound.
@@ -120,6 +121,7 @@ def synthesize(
 
     The search ends when the gap is at most `tolerance` (0.01 is 1%), or else after `time_limit` seconds.
 
+    `start` is a schedule to start from, such as an earlier result: the new one is never longer.
     `progress` is called with a `SearchProgress` at every improvement. Raises `MemoryCapError` if no schedule fits the
     memory, and `StagelineError` for invalid arguments.
 
@@ -141,6 +143,7 @@ def synthesize(
         raise StagelineError(f"tolerance must be a number from 0 up to 1 (0.01 is 1%), got {shorten(tolerance)}")
     problem = problem_of(costs, ranks, microbatches, memory, chunks, placement, objective, split)
     search = Search(problem, float(time_limit), seed, progress, float(tolerance))
+    search.start = None if start is None else starting_plan(problem, start)
     search.run()
     assert search.best is not None
     return _result(search, search.best)

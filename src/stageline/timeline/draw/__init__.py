@@ -1,7 +1,7 @@
 """Drawings of timelines: terminal, SVG, HTML page, Perfetto trace.
 
-Read in order: `palette` (colours and labels that all renderers share), `terminal`, `svg`, `page`, `trace`. Renderers
-read a `Timeline`; nothing here computes times.
+Read in order: `palette` (colours and labels that all renderers share), `terminal`, `svg`, `page`, `trace`, and
+`tradeoff` (memory against time). Renderers read a `Timeline` or plain points; nothing here computes times.
 """
 
 from stageline.timeline.draw.page import html
