@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import difflib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from inspect import Parameter, Signature
 from typing import Annotated, Any
 
 import typer
@@ -19,7 +20,7 @@ from rich.console import Console, Group
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.text import Text
-from typer.core import TyperCommand, TyperOption
+from typer.core import TyperCommand
 
 from stageline.common.errors import shorten
 from stageline.train.config.io import Option, flag_value, options, raise_errors, read_with_errors, sections
@@ -178,27 +179,45 @@ def suggest_command_flag(name: str) -> str:
 
 
 @cache
-def config_flags() -> list[TyperOption]:
+def config_flags() -> list[Any]:
     """Return a typer option for each option of a config.
 
     >>> [name for flag in config_flags() for name in (*flag.opts, *flag.secondary_opts) if "compile.e" in name]
     ['--compile.enable', '--no-compile.enable']
     """
-    return [
-        TyperOption(
-            param_decls=[
-                option.key.replace(".", "_"),
-                f"--{option.key}/--no-{option.key}" if option.type is bool else f"--{option.key}",
+
+    def flags() -> None:
+        """A function with a parameter for each flag, from which typer makes the options."""
+
+    parameters = [
+        Parameter(
+            option.key.replace(".", "_"),
+            Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[
+                list[str if option.is_list else option.type] | None,  # type: ignore[misc]
+                typer.Option(
+                    f"--{option.key}/--no-{option.key}" if option.type is bool else f"--{option.key}",
+                    autocompletion=_completion(option.choices),
+                    help=option.help,
+                    expose_value=False,
+                ),
             ],
-            type=option.type if not option.is_list else str,
-            is_flag=option.type is bool,
-            autocompletion=lambda context, words, incomplete, choices=option.choices: list(choices),
-            help=option.help,
-            expose_value=False,
-            multiple=True,
         )
         for option in options().values()
     ]
+    flags.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    flags.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    app = typer.Typer(add_completion=False)
+    app.command()(flags)
+    return list(typer.main.get_command(app).params)
+
+
+def _completion(choices: Iterable[str]) -> Callable[[str], list[str]]:
+    def complete(incomplete: str) -> list[str]:
+        return [choice for choice in choices if choice.startswith(incomplete)]
+
+    return complete
 
 
 def section_panels() -> Iterator[Panel]:
