@@ -1,4 +1,4 @@
-"""`stageline launch`: run a script on several ranks of this machine or of a Ray cluster."""
+"""`stageline launch`: run a script on several ranks of this machine, of several hosts or of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def command(
     processes: Annotated[
         int | None,
         typer.Option(
-            "--processes", "-n", min=1, help="Number of ranks. Default: one per GPU, else one per core up to 4."
+            "--processes", "-n", min=0, help="Ranks of this host. Default: one per GPU, else one per core up to 4."
         ),
     ] = None,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")] = False,
@@ -41,17 +41,26 @@ def command(
         str, typer.Option(metavar="ACTIONS", help="What may be done about a lost rank, in this order.")
     ] = "restart,spare",
     spares: Annotated[int, typer.Option(help="Processes that wait to take the place of a lost rank.", min=0)] = 0,
+    nnodes: Annotated[int, typer.Option(help="Number of hosts; run the command on each of them.", min=1)] = 1,
+    node_rank: Annotated[int, typer.Option(help="Number of this host, from 0.", min=0)] = 0,
+    master_addr: Annotated[str, typer.Option(help="Address of host 0, where the launchers meet.")] = "",
+    master_port: Annotated[int, typer.Option(help="Port of the launcher of host 0.", min=1, max=65535)] = 29400,
+    host_timeout: Annotated[
+        float, typer.Option(help="Seconds of silence after which a host counts as lost.", min=1.0)
+    ] = 30.0,
 ) -> None:
-    """Run a Python script on several ranks of this machine or of a Ray cluster, each in a process of its own.
+    """Run a Python script on ranks of this machine, of several hosts or of a Ray cluster, each in its own process.
 
     The ranks have the environment variables of torchrun, so scripts for torchrun run unchanged. If a rank fails, the
     others are ended, and the exit code is that of the rank that failed first: 128 plus its number for a signal. With
-    --max-restarts, a rank that is killed is started again.
+    --max-restarts, a rank that is killed is started again. On several hosts, run the command on each, with its own
+    --node-rank; a host with -n 0 and --spares holds spare processes alone.
 
     Examples:
       stageline launch -n 4 train.py --lr 3e-4
       stageline launch -n 2 -m stageline train job.toml
       stageline launch --launcher ray -n 8 train.py
+      stageline launch --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 -n 4 train.py
     """
     from stageline.distributed.launchers.launcher import Job, describe, find_launcher, first_failure
     from stageline.distributed.launchers.processes import ProcessLauncher, default_processes
@@ -60,10 +69,21 @@ def command(
     if not module and not Path(script).is_file():
         near = nearest(script, [path.name for path in Path().glob("*.py")])
         raise StagelineError(f"there is no file {script}{near}; to run a module, use -m")
+    if nnodes > 1 and launcher != "processes":
+        raise StagelineError(f"--nnodes is for the launcher processes, and --launcher is {launcher}")
     chosen: Any = find_launcher(launcher) if launcher != "processes" else ProcessLauncher(logs=logs)
+    if nnodes > 1:
+        from stageline.distributed.launchers.host_ranks import HostLauncher
+        from stageline.distributed.launchers.hosts import HostPlace
+
+        chosen = HostLauncher(HostPlace(nnodes, node_rank, master_addr, master_port, host_timeout), logs=logs)
+    elif node_rank or master_addr:
+        raise StagelineError("--node-rank and --master-addr are for several hosts: set --nnodes to their number")
+    elif processes == 0:
+        raise StagelineError("-n 0 is for a host of several that holds spare processes alone; start at least one rank")
     if logs is not None and launcher != "processes":
         raise StagelineError(f"--logs is for the launcher processes, and --launcher is {launcher}")
-    count = processes or (chosen.slots() if launcher == "ray" else default_processes())
+    count = processes if processes is not None else chosen.slots() if launcher == "ray" else default_processes()
     words = (script, arguments or [], module)
     actions = tuple(action.strip() for action in on_loss.split(",") if action.strip())
     recovery = Recovery(max_restarts, actions, spares)
@@ -71,8 +91,10 @@ def command(
     job = Job(run_script, words, count, timeout=timeout, returns=False, recovery=recovery, modules=modules)
     culprit = first_failure(chosen.run(job))
     if culprit is not None:
-        where = f"; its output is in {logs / f'rank-{culprit.rank}.log'}" if logs is not None else ""
-        typer.echo(f"stageline launch: {describe(culprit, count).splitlines()[0]}{where}", err=True)
+        log = None if logs is None else logs / f"rank-{culprit.rank}.log"
+        where = f"; its output is in {log}" if log is not None and log.exists() else ""
+        ranks = chosen.ranks if nnodes > 1 else count
+        typer.echo(f"stageline launch: {describe(culprit, ranks).splitlines()[0]}{where}", err=True)
         raise typer.Exit(128 - culprit.code if culprit.code < 0 else culprit.code or 1)
 
 

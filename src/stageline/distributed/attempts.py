@@ -4,6 +4,9 @@ A launcher that replaces lost ranks sets STAGELINE_ATTEMPT in the environment of
 every recovery. All ranks of one attempt meet under one prefix of the store, which the launcher keeps, so nothing that a
 lost rank held is needed to meet again.
 
+On several hosts, each launcher has a store of its own, from which the processes of its host read the attempts; they
+meet at the store of the launcher that leads (`launchers/hosts.py`). An attempt then says where every seat is.
+
 A process has a *seat*: the rank that it has while nobody is lost. An attempt gives some or all seats a rank. A process
 whose seat has none, and a spare one, wait for an attempt in which they get one.
 """
@@ -28,6 +31,10 @@ NUMBER = "STAGELINE_ATTEMPT"
 """The attempt of this process; unset where the launcher replaces nothing."""
 SEAT = "STAGELINE_SEAT"
 """The seat of this process; for a spare one, its own number after those of all ranks."""
+SLOT = "STAGELINE_SLOT"
+"""The number of this process on its host, which chooses its GPU; unset where that is its seat."""
+LAUNCHER = "STAGELINE_LAUNCHER"
+"""The port of the store of this host's launcher; unset where the ranks meet there."""
 MEMORY = "STAGELINE_MEMORY"
 """The files of host memory in which the ranks keep their last states, of each seat in its turn."""
 _NEWEST, _OVER, _COMPLETE, _SHAPE = "newest", "over", "complete", "shape"
@@ -54,6 +61,12 @@ class Attempt:
     """The seats that took part when the job last trained: they have its state."""
     spares: Mapping[int, int] = field(default_factory=dict)
     """The seats that spare processes take."""
+    places: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """On several hosts: the host of every seat that takes part, and its number there."""
+    hosts: Mapping[int, tuple[str, int]] = field(default_factory=dict)
+    """The addresses and ports of the launchers of all hosts."""
+    store: tuple[str, int] = ("", 0)
+    """The address and port of the store at which the ranks meet."""
 
     def to_text(self) -> str:
         """The announcement."""
@@ -72,6 +85,9 @@ class Attempt:
             values[name] = tuple(values[name])
         for name in ("ranks", "spares"):
             values[name] = {int(key): value for key, value in values[name].items()}
+        for name in ("places", "hosts"):
+            values[name] = {int(key): tuple(value) for key, value in values[name].items()}
+        values["store"] = tuple(values["store"])
         return cls(**values)
 
     def place(self, seat: int) -> dict[str, str] | None:
@@ -85,7 +101,29 @@ class Attempt:
             return None
         rank, count = str(self.ranks[seat]), str(len(self.ranks))
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, SEAT: str(seat)}
+        if self.places:
+            place |= self._place_on_host(seat)
         return {**place, NUMBER: str(self.number), "TORCHELASTIC_RESTART_COUNT": str(self.number)}
+
+    def _place_on_host(self, seat: int) -> dict[str, str]:
+        here = self.neighbours(seat)
+        return {
+            "LOCAL_RANK": str(here.index(seat)),
+            "LOCAL_WORLD_SIZE": str(len(here)),
+            "GROUP_RANK": str(self.places[seat][0]),
+            "MASTER_ADDR": self.store[0],
+            "MASTER_PORT": str(self.store[1]),
+            SLOT: str(self.places[seat][1]),
+        }
+
+    def neighbours(self, seat: int) -> list[int]:
+        """The seats on the same host, in their order there.
+
+        >>> Attempt(0, (), "", 0.0, {0: 0, 1: 1, 2: 2}, places={0: (0, 1), 1: (1, 0), 2: (0, 0)}).neighbours(0)
+        [2, 0]
+        """
+        here = [other for other in self.ranks if self.places[other][0] == self.places[seat][0]]
+        return sorted(here, key=lambda other: self.places[other][1])
 
 
 class Announcements:
@@ -181,6 +219,9 @@ def own_seat() -> int:
 
 def announcements() -> Announcements:
     """The announcements of the launcher of this process."""
+    port = os.environ.get(LAUNCHER)
+    if port:
+        return _connect("127.0.0.1", int(port), os.getpid())
     return _connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), os.getpid())
 
 

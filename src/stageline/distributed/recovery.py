@@ -12,7 +12,7 @@ from stageline.distributed.attempts import POLL, Attempt, announcements, next_pl
 from stageline.distributed.bootstrap import final_verdict, leave_channels
 from stageline.distributed.process_exit import keep_groups
 
-DECISION = 30.0
+DECISION = 120.0
 """Seconds in which the launcher decides what to do about a rank that was lost."""
 DOUBT = 1.0
 """Seconds in which it may announce a loss that this rank knows only as an error."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from stageline.common.errors import StagelineError
 from stageline.common.machine import cores
-from stageline.distributed.attempts import SEAT
+from stageline.distributed.attempts import SEAT, SLOT
 from stageline.distributed.bootstrap import check_environment
 from stageline.distributed.launchers.slurm import slurm_place
 from stageline.timeline.costs import Share
@@ -119,7 +119,7 @@ def find_job_layout(config: Config) -> JobLayout:
         )
     rank = dist.get_rank() if grouped else int(os.environ["RANK"])
     # Where other ranks were lost, the number of this one changes, and its GPU does not.
-    local_rank = os.environ.get(SEAT) or os.environ.get("LOCAL_RANK")
+    local_rank = os.environ.get(SLOT) or os.environ.get(SEAT) or os.environ.get("LOCAL_RANK")
     device = _device(int(local_rank) if local_rank else rank if grouped else 0)
     return JobLayout(ranks, replicas * shards, processes, rank, device, shards, tensors)
 

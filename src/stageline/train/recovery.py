@@ -8,6 +8,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +16,18 @@ import torch
 from torch import Tensor
 
 from stageline.common.errors import StagelineError
-from stageline.distributed.attempts import MEMORY, Attempt, announcements, number_of, own_seat, superseded
-from stageline.distributed.launchers.replacements import SLOTS
+from stageline.common.trust import job_secret
+from stageline.distributed.attempts import MEMORY, SLOT, Attempt, announcements, number_of, own_seat, superseded
 from stageline.distributed.rank_host import RankHost, decide_together
 from stageline.distributed.recovery import rejoin
+from stageline.distributed.state_memory import (
+    SLOTS,
+    StateCopies,
+    StateMemory,
+    fetch_state,
+    forget_states,
+    list_states,
+)
 from stageline.runtime.pipeline import Pipeline
 from stageline.tensors.sharded import is_sharded
 from stageline.train.config.config import Config
@@ -39,7 +48,7 @@ class RankReturns(StagelineError):
 
 def full_layout(config: Config) -> JobLayout:
     """The layout of the job while no rank is lost; a process may start when some are."""
-    seats = len(os.environ.get(MEMORY, "").split(os.pathsep)) // SLOTS if number_of() else 0
+    seats = _memory().seats if number_of() else 0
     if seats in (0, int(os.environ.get("WORLD_SIZE", "1"))):
         return find_job_layout(config)
     ranks, replicas, shards, tensors = find_degrees(config.parallelism, seats, count_gpus())
@@ -76,18 +85,40 @@ class JobRecovery:
         number = number_of() or 0
         self.attempt: Attempt | None = announcements().read(number) if number else None
         """The current attempt; None in the first."""
-        self._snapshots = _snapshots_of(own_seat())
+        self._snapshots: Snapshots | None = None
+        self._sources: dict[int, int] = {}
+        """The host that has the state of each seat, of the step to which the job returns."""
+        self._enter()
         self._fixed, self._interval = memory_interval, max(1, memory_interval)
         self._last: int | None = None
+        self._wait = False
         self._copy_seconds: deque[float] = deque(maxlen=RECENT)
         self._step_seconds: deque[float] = deque(maxlen=RECENT)
         self._copies, self._moment = 0, 0.0
 
     def rejoin(self, error: Exception) -> None:
         """Join the next attempt if a rank was lost and is replaced; else raise the error."""
-        self.attempt = rejoin(error)
-        self._snapshots = None if self._snapshots is None else _snapshots_of(own_seat())
-        self._last, self._moment, self._copies = None, 0.0, 0
+        if self._copies_elsewhere is not None:
+            self._copies_elsewhere.close()
+        self.attempt, sharded = rejoin(error), self._snapshots is None
+        self._enter()
+        self._snapshots = None if sharded else self._snapshots
+        self._last, self._moment, self._copies, self._wait = None, 0.0, 0, False
+
+    def _enter(self) -> None:
+        """Find the host memory of this process, and the hosts that keep copies of its states."""
+        self._memory, seat = _memory(), own_seat()
+        self._snapshots = Snapshots(self._memory.files(seat)) if self._memory.seats > seat else None
+        self._copies_elsewhere: StateCopies | None = None
+        self._others: dict[int, tuple[str, int]] = {}
+        self._here = 0
+        if self._snapshots is not None and SLOT in os.environ:  # of a job on several hosts
+            attempt = announcements().read(number_of() or 0)
+            here, hosts = attempt.places[seat][0], attempt.hosts
+            self._here = here
+            self._others = {host: address for host, address in hosts.items() if host != here}
+            following = sorted(self._others, key=lambda host: (host < here, host))
+            self._copies_elsewhere = StateCopies([hosts[host] for host in following], job_secret(), seat)
 
     def begin(self, layout: JobLayout) -> None:
         """Tell the launcher that the job trains, and what it could do without: replicas, or some ranks."""
@@ -108,7 +139,14 @@ class JobRecovery:
 
     def is_due(self, step: int) -> bool:
         """Whether the state after a step is copied."""
-        return self._snapshots is not None and (self._last is None or step >= self._last + self._interval)
+        if self._snapshots is None:
+            return False
+        return self._last is None or (not self._wait and step >= self._last + self._interval)
+
+    @property
+    def pending(self) -> bool:
+        """Whether the last state of this rank is not on another host yet."""
+        return self._copies_elsewhere is not None and self._copies_elsewhere.pending
 
     def copy_state(self, step: int, pipe: Pipeline, optimizer: Optimizer, state: Any) -> None:
         """Copy the state after a step to host memory."""
@@ -120,6 +158,8 @@ class JobRecovery:
             self._snapshots = None
             return
         self._snapshots.write(step, tensors, state)
+        if self._copies_elsewhere is not None:
+            self._copies_elsewhere.send(self._memory.find(own_seat(), step) or "", step)
         now = time.perf_counter()
         if self._copies >= SLOTS and self._last is not None:  # the first ones allocate the memory
             self._copy_seconds.append(now - began)
@@ -133,22 +173,46 @@ class JobRecovery:
             return float(max(1, self._fixed))
         return max(1.0, math.ceil(min(self._copy_seconds) / (SHARE * min(self._step_seconds))))
 
-    def agree_on_interval(self, wanted: float) -> None:
-        """Use the largest interval that any rank wants; all ranks call this with the same number."""
-        self._interval = max(1, int(wanted))
+    def agree_on_interval(self, wanted: float, *, pending: bool) -> None:
+        """Use the largest interval that any rank wants; all ranks call this with the same values.
+
+        While the last state of any rank is not on another host, no rank replaces the one before: so if a host is lost,
+        there is a state of all ranks.
+        """
+        self._interval, self._wait = max(1, int(wanted)), pending
 
     # The return to a state.
 
     def common_step(self, host: RankHost) -> int | None:
-        """The newest step whose state all ranks that trained have in memory; None if there is none."""
+        """The newest step whose state all ranks that trained have in memory, on any host; None if there is none."""
         seats = () if self.attempt is None else self.attempt.before
 
-        def choose() -> int | None:
-            known = [set(() if own is None else own.steps()) for own in map(_snapshots_of, seats)]
-            return max(set.intersection(*known), default=None) if known else None
+        def choose() -> tuple[int | None, dict[int, int]]:
+            known = {-1: self._memory.steps()} | {other: self._list(other) for other in self._others}
+            steps = [{step for states in known.values() for step in states.get(seat, ())} for seat in seats]
+            step = max(set.intersection(*steps), default=None) if steps else None
+            if step is None:
+                return None, {}
+            self._forget_after(step)
+            holders = {seat: [other for other in known if step in known[other].get(seat, ())] for seat in seats}
+            return step, {seat: self._here if -1 in found else found[0] for seat, found in holders.items()}
 
-        step: int | None = decide_together(host, choose)
-        return step
+        step, sources = decide_together(host, choose)
+        self._sources = {int(seat): int(source) for seat, source in sources.items()}
+        return None if step is None else int(step)
+
+    def _list(self, other: int) -> dict[int, list[int]]:
+        try:
+            return list_states(self._others[other], job_secret())
+        except (OSError, StagelineError):  # its copies do not count
+            return {}
+
+    def _forget_after(self, step: int) -> None:
+        """Remove later states everywhere: the job may continue differently, with other ranks or replicas."""
+        self._memory.forget_after(step)
+        for address in self._others.values():
+            with suppress(OSError, StagelineError):
+                forget_states(address, job_secret(), step)
 
     def restore(self, step: int, pipe: Pipeline, optimizer: Optimizer) -> Any:
         """Load the state of a step from host memory; return what was kept with it.
@@ -156,26 +220,29 @@ class JobRecovery:
         A process that did not train at that step, or holds other stages now, finds the tensors in the memory of others.
         """
         assert self.attempt is not None
-        own = _snapshots_of(own_seat())
-        if own is not None and step in own.steps():
-            tensors, state = own.read(step)
+        if own_seat() in self._sources:
+            tensors, state = self._read(own_seat(), step)
             if holds_all(tensors, pipe):
                 load_tensors(tensors, pipe, optimizer)
                 return state
         tensors = {}
         for seat in reversed(self.attempt.before):
-            snapshots = _snapshots_of(seat)
-            assert snapshots is not None
-            others, state = snapshots.read(step)
+            others, state = self._read(seat, step)
             tensors |= others
         load_tensors(tensors, pipe, optimizer)
         return state
 
+    def _read(self, seat: int, step: int) -> tuple[dict[str, Tensor], Any]:
+        """The state of a seat, which may be in the memory of another host."""
+        if self._memory.find(seat, step) is None:
+            fetch_state(self._others[self._sources[seat]], job_secret(), seat, step, self._memory)
+        return Snapshots(self._memory.files(seat)).read(step)
 
-def _snapshots_of(seat: int) -> Snapshots | None:
-    paths = os.environ.get(MEMORY, "").split(os.pathsep) if number_of() is not None else []
-    own = paths[seat * SLOTS : (seat + 1) * SLOTS]
-    return Snapshots(own) if len(own) == SLOTS else None
+
+def _memory() -> StateMemory:
+    """The states in the memory of this host; of none, where the launcher keeps no states."""
+    paths = os.environ.get(MEMORY, "") if number_of() is not None else ""
+    return StateMemory(paths.split(os.pathsep) if paths else [])
 
 
 def holds_all(tensors: Mapping[str, Tensor], pipe: Pipeline) -> bool:

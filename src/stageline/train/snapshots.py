@@ -5,22 +5,23 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from stageline.distributed.state_memory import HEAD, step_of
 from stageline.transport.wire import DTYPES
 
-_HEAD = struct.Struct("<qq")
-"""The step plus 1, or 0 while the state is incomplete; and the length of the description."""
 _ALIGN = 64
 
 
 class Slot:
-    """One state in a file: its step, its description as JSON, and the bytes of its tensors."""
+    """One state in a file: its step, its description as JSON, and the bytes of its tensors.
+
+    The second number of its head is the length of the description.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -33,15 +34,15 @@ class Slot:
         """Replace the state; one that a killed process left half-written is not valid."""
         layout = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
         text = json.dumps(state).encode()
-        if layout != self._layout or _HEAD.size + len(text) > self._start:
+        if layout != self._layout or HEAD.size + len(text) > self._start:
             self._lay_out(layout, len(text))
         data = self._bytes
         assert data is not None
-        _HEAD.pack_into(data, 0, 0, len(text))
+        HEAD.pack_into(data, 0, 0, len(text))
         for target, tensor in zip(self._targets, tensors.values(), strict=True):
             target.copy_(tensor)
-        data[_HEAD.size : _HEAD.size + len(text)] = text
-        _HEAD.pack_into(data, 0, step + 1, len(text))
+        data[HEAD.size : HEAD.size + len(text)] = text
+        HEAD.pack_into(data, 0, step + 1, len(text))
 
     def _lay_out(self, layout: list[tuple[str, torch.dtype, torch.Size]], length: int) -> None:
         """Place the tensors behind a description of this length, which later ones may exceed a little."""
@@ -52,13 +53,13 @@ class Slot:
             sizes.append((at, size, dtype, shape))
             at += -(-size // _ALIGN) * _ALIGN
         index = json.dumps(entries).encode()
-        self._start = -(-(_HEAD.size + 2 * length) // 4096) * 4096
+        self._start = -(-(HEAD.size + 2 * length) // 4096) * 4096
         end = self._start + at
         file = os.open(self._path, os.O_RDWR)
         try:
-            os.pwrite(file, bytes(_HEAD.size), 0)  # not valid from here on
-            os.ftruncate(file, end + len(index) + _HEAD.size)
-            os.pwrite(file, index + _HEAD.pack(self._start, len(index)), end)
+            os.pwrite(file, bytes(HEAD.size), 0)  # not valid from here on
+            os.ftruncate(file, end + len(index) + HEAD.size)
+            os.pwrite(file, index + HEAD.pack(self._start, len(index)), end)
             self._targets = []
             self._bytes = data = mmap.mmap(file, end) if end else None
         finally:
@@ -70,16 +71,7 @@ class Slot:
 
     def step(self) -> int | None:
         """The step of the state; None if there is none, or it is incomplete."""
-        try:
-            file = os.open(self._path, os.O_RDONLY)
-        except OSError:
-            return None
-        try:
-            head = os.pread(file, _HEAD.size, 0)
-        finally:
-            os.close(file)
-        step = _HEAD.unpack(head)[0] if len(head) == _HEAD.size else 0
-        return step - 1 if step else None
+        return step_of(self._path)
 
     def read(self) -> tuple[dict[str, Tensor], Any]:
         """The tensors and the description of a complete state; the tensors share the memory of the file."""
@@ -88,16 +80,16 @@ class Slot:
             data = mmap.mmap(file, os.fstat(file).st_size)
         finally:
             os.close(file)
-        start, length = _HEAD.unpack_from(data, len(data) - _HEAD.size)
-        end = len(data) - _HEAD.size - length
+        start, length = HEAD.unpack_from(data, len(data) - HEAD.size)
+        end = len(data) - HEAD.size - length
         whole = torch.frombuffer(data, dtype=torch.uint8)
         tensors = {}
         for name, dtype, shape, at in json.loads(data[end : end + length]):
             kind = DTYPES[dtype]
             size = torch.Size(shape).numel() * kind.itemsize
             tensors[name] = whole[start + at : start + at + size].view(kind).view(shape)
-        _, text = _HEAD.unpack_from(data, 0)
-        return tensors, json.loads(data[_HEAD.size : _HEAD.size + text])
+        _, text = HEAD.unpack_from(data, 0)
+        return tensors, json.loads(data[HEAD.size : HEAD.size + text])
 
 
 class Snapshots:

@@ -438,15 +438,23 @@ class Trainer:
         timed_out = self.layout.main and limit > 0 and time.monotonic() - self._started > limit
         is_smaller = self.layout.processes < self._full_layout.processes
         returns = self.layout.main and is_smaller and self.recovery.has_place()
-        row = (self._stop.number, timed_out, self.checkpoints.failed, self.recovery.wanted_interval, returns)
+        recovery = self.recovery
+        row = (
+            self._stop.number,
+            timed_out,
+            self.checkpoints.failed,
+            recovery.wanted_interval,
+            returns,
+            recovery.pending,
+        )
         flags = np.zeros((self.layout.processes, len(row)))
         flags[self.layout.rank] = row
         if self.layout.processes > 1:
             flags = self.host.all_reduce(flags.reshape(-1)).reshape(-1, len(row))
         if flags[:, 2].any():
             self.checkpoints.fail(int(flags[:, 2].argmax()))
-        number, any_timed_out, _, interval, any_returns = flags.max(axis=0)
-        self.recovery.agree_on_interval(interval)
+        number, any_timed_out, _, interval, any_returns, pending = flags.max(axis=0)
+        recovery.agree_on_interval(interval, pending=bool(pending))
         self._rank_returns = bool(any_returns)
         if number:
             return f"stopped by {signal.Signals(int(number)).name}"

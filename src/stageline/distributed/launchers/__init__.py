@@ -4,5 +4,5 @@ One file a launcher; a launcher knows no pipeline. `slurm` and torchrun start th
 only reads its place from the environment.
 
 Read in order: `launcher` (the protocol, and `sl.launch`), `processes`, `replacements` (of lost ranks),
-`fork_server`, `threads`, `ray`, `slurm`.
+`fork_server`; for several hosts `hosts` (their launchers) and `host_ranks`; `threads`, `ray`, `slurm`.
 """

@@ -22,7 +22,8 @@ from stageline.distributed._torch_private import TCPStore
 from stageline.distributed.attempts import MEMORY, NUMBER, SEAT, Announcements, Attempt, take_place
 from stageline.distributed.launchers.fork_server import Child, ForkServer, read_answer, shared_server
 from stageline.distributed.launchers.launcher import Job, Outcome
-from stageline.distributed.launchers.replacements import Replacements, host_memory
+from stageline.distributed.launchers.replacements import Replacements
+from stageline.distributed.state_memory import host_memory
 from stageline.faults.monitor.client import COLLECTED
 
 PATIENCE = 10.0
@@ -75,7 +76,7 @@ class ProcessLauncher:
             host_memory(job.processes if recovers else 0) as memory,
         ):
             replacements = Replacements(job.recovery, job.processes, Announcements(store)) if recovers else None
-            ranks = _Ranks(job, Path(folder), server, self._logs, self._patience, replacements)
+            ranks = Ranks(job, Path(folder), server, self._logs, self._patience, replacements)
             variables = {NUMBER: "0", MEMORY: os.pathsep.join(memory)} if recovers else {}
             try:
                 with self._forward(ranks):
@@ -87,7 +88,7 @@ class ProcessLauncher:
                 del store
 
     @contextmanager
-    def _forward(self, ranks: _Ranks) -> Iterator[None]:
+    def _forward(self, ranks: Ranks) -> Iterator[None]:
         def forward(number: int, frame: object) -> None:
             self.forwarded.append(number)
             ranks.signal(number)
@@ -129,7 +130,7 @@ def _refuse_too_many(processes: int) -> None:
         )
 
 
-class _Ranks:
+class Ranks:
     """The processes of one job."""
 
     def __init__(
@@ -151,6 +152,7 @@ class _Ranks:
         self._late = ""
 
     def start(self, environments: Sequence[Mapping[str, str]]) -> None:
+        """Start all ranks."""
         self._environments = list(environments)
         for rank in range(len(environments)):
             self._start(rank)
@@ -179,6 +181,7 @@ class _Ranks:
         )
 
     def wait(self) -> list[Outcome]:
+        """Wait until all ranks have ended; replace those that are lost, if the job recovers."""
         end = None if self._job.timeout is None else time.monotonic() + self._job.timeout
         kill_at: float | None = None
         while self._running:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import tempfile
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,8 +16,6 @@ from stageline.distributed.recovery_policy import Recovery
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals by which somebody ends a process on purpose."""
-SLOTS = 2
-"""Files of host memory of a rank: it writes its next state to one while the other holds its last one."""
 
 
 class Replacements:
@@ -46,8 +41,22 @@ class Replacements:
         """Attempts, and the seats that froze in them."""
         self.spares: list[int] = []
         """The spare processes that wait."""
+        self.stranded: Collection[int] = ()
+        """Seats on hosts that were lost: only a spare process can take one."""
+        self.locate: Callable[[Attempt], Attempt] = lambda attempt: attempt
+        """Says where the seats of an attempt are, if they are on several hosts."""
         self.given_up = ""
         """Why there will be no other attempt."""
+
+    def resume(self, attempt: Attempt, losses: int) -> None:
+        """Continue where the launcher of another host, which was lost, left off."""
+        self._attempt, self._losses = attempt, losses
+        self._started.update(dict.fromkeys(attempt.replaced, attempt.number))
+
+    @property
+    def losses(self) -> int:
+        """How many losses there were."""
+        return self._losses
 
     @property
     def number(self) -> int:
@@ -72,7 +81,7 @@ class Replacements:
         if self.given_up:
             return None
         lost = [outcome for outcome in outcomes if is_loss(outcome)]
-        own = [outcome for outcome in outcomes if outcome.failure and not (is_loss(outcome) or _follows(outcome))]
+        own = [outcome for outcome in outcomes if outcome.failure and not (is_loss(outcome) or follows(outcome))]
         if own:
             self._give_up(f"rank {own[0].rank} failed by itself")
         elif lost:
@@ -80,6 +89,12 @@ class Replacements:
         else:
             return self._return_to_all(running) or self._late([outcome.rank for outcome in outcomes])
         return None
+
+    def regroup(self, why: str) -> Attempt | None:
+        """An attempt with the same processes, which cannot meet in the current one; None once they have."""
+        if self.given_up or self._announcements.completed() >= self.number:
+            return None
+        return self._announce("restart", (why,), dict(self._attempt.ranks), (), {})
 
     def _replace(self, lost: Sequence[Outcome], running: Collection[int]) -> Attempt | None:
         first = f"rank {lost[0].rank} {lost[0].failure}"
@@ -101,7 +116,8 @@ class Replacements:
         elif action == "replan":
             ranks = _numbered([seat for seat in self.active if seat not in ended])
         sentences = tuple(f"rank {outcome.rank} {self._how(outcome)}" for outcome in lost)
-        return self._announce(action, sentences, ranks, () if action == "replan" else ended, spares)
+        replaced = ended if action == "spare" else tuple(seat for seat in ended if seat not in self.stranded)
+        return self._announce(action, sentences, ranks, () if action == "replan" else replaced, spares)
 
     def _choose(self, lost: Sequence[int], ended: Sequence[int]) -> str | None:
         """The first action of `on_loss` that is possible; a restart that failed is repeated only if nothing else is."""
@@ -109,14 +125,16 @@ class Replacements:
         trained = self._announcements.completed() >= self.number
         fails_again = not trained and any(self._started[seat] == self.number > 0 for seat in lost)
         whole = self._whole_replicas(ended) if per_replica else []
+        stranded = any(seat in self.stranded for seat in ended)
         possible = {
-            "restart": not fails_again,
+            "restart": not (fails_again or stranded),
             "spare": len(self.spares) >= len(ended),
             "shrink_replicas": bool(whole),
             "replan": replans and any(seat not in ended for seat in self.active),
         }
         chosen = [action for action in self._policy.on_loss if possible[action]]
-        return chosen[0] if chosen else "restart" if "restart" in self._policy.on_loss else None
+        again = "restart" in self._policy.on_loss and not stranded
+        return chosen[0] if chosen else "restart" if again else None
 
     def _whole_replicas(self, ended: Sequence[int]) -> list[int]:
         """The seats of the replicas that take part and have lost no process."""
@@ -146,7 +164,7 @@ class Replacements:
         spares: dict[int, int],
     ) -> Attempt:
         earlier, trained = self._attempt, self._announcements.completed() >= self.number
-        self._attempt = Attempt(
+        attempt = Attempt(
             earlier.number + 1,
             sentences if trained else earlier.lost + sentences,
             action,
@@ -156,6 +174,7 @@ class Replacements:
             tuple(earlier.ranks) if trained else earlier.before,
             spares,
         )
+        self._attempt = self.locate(attempt)
         self._started.update(dict.fromkeys(replaced, self.number))
         self._announcements.make(self._attempt)
         return self._attempt
@@ -191,23 +210,8 @@ def is_loss(outcome: Outcome) -> bool:
     return outcome.code < 0 and -outcome.code not in REQUESTS
 
 
-def _follows(outcome: Outcome) -> bool:
+def follows(outcome: Outcome) -> bool:
     """Whether a rank ended because of another one, or by an exit code of its own choice."""
     if outcome.error is None:
         return not outcome.failure.startswith("Traceback")
     return isinstance(outcome.error, PipelineError | TransportError)
-
-
-@contextmanager
-def host_memory(ranks: int) -> Iterator[list[str]]:
-    """Files of host memory that live as long as the launcher, whatever happens to the ranks that write them."""
-    with ExitStack() as stack:
-        paths = []
-        for _ in range(ranks * SLOTS):
-            if hasattr(os, "memfd_create"):
-                descriptor = os.memfd_create("stageline")
-                stack.callback(os.close, descriptor)
-                paths.append(f"/proc/{os.getpid()}/fd/{descriptor}")
-            else:
-                paths.append(stack.enter_context(tempfile.NamedTemporaryFile(prefix="stageline-")).name)
-        yield paths

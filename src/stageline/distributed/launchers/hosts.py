@@ -1,0 +1,389 @@
+"""The launchers of a job on several hosts: one on each host, all connected, each with the last status of all others.
+
+      host 0 ───── host 1        Five times a second, each sends its whole status to all others: what became of its
+          ╲         ╱            processes, and what its ranks announced. Nothing depends on a single message.
+           ╲       ╱             The first host that is there leads: its status has the attempt that all follow.
+            host 2
+
+A host is lost if its launcher ended, or was not heard for too long. A host that hears too few others is cut off, and
+stops before the others continue without it: so a job never runs twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from stageline.common.errors import StagelineError, TrustError
+from stageline.common.handshake import PATIENCE as HANDSHAKE
+from stageline.common.handshake import Facts, MessageSeal, Reception, Session, open_connection
+from stageline.common.ports import port_range
+from stageline.distributed.state_memory import StateMemory
+
+BEAT = 0.2
+"""Seconds between two messages to another host."""
+REOPEN = 1.5
+"""Seconds in which a connection that broke must be opened again."""
+START = 300.0
+"""Seconds in which the launchers of all hosts must start."""
+NOTE = 5.0
+"""Seconds after which a launcher says whom it waits for."""
+LONGEST_LINE = 1 << 22
+
+
+@dataclass(frozen=True)
+class HostPlace:
+    """The place of a launcher among those of all hosts, and the address of the first one.
+
+    >>> HostPlace(3, 1, "10.0.0.1").port
+    29400
+    """
+
+    count: int
+    number: int
+    address: str
+    port: int = 29400
+    timeout: float = 30.0
+    """Seconds of silence after which a host is lost."""
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or not 0 <= self.number < self.count:
+            raise StagelineError(
+                f"--node-rank is from 0 to {max(self.count, 1) - 1} for --nnodes {self.count}; got {self.number}"
+            )
+        if not self.address:
+            raise StagelineError("several hosts need --master-addr, an address of the host with --node-rank 0")
+        if not 0 < self.port < 65536:
+            raise StagelineError(f"--master-port is a port from 1 to 65535; got {self.port}")
+
+
+class HostEntry(NamedTuple):
+    """What all launchers know of a host."""
+
+    address: str
+    port: int
+    """Where its launcher listens."""
+    ranks: int
+    spares: int
+    store: int
+    """The port of its store."""
+
+
+class _Link:
+    """Sends and receives authenticated lines of JSON; a message that the network does not take yet is dropped."""
+
+    def __init__(self, session: Session, *, opener: bool) -> None:
+        self.socket, self._seal = session.link, MessageSeal(session.key, opener=opener)
+        self._buffer = self._unsent = b""
+        self._sending = threading.Lock()
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        with self._sending, contextlib.suppress(OSError):
+            if self._unsent:
+                self._unsent = self._unsent[self.socket.send(self._unsent) :]
+            if not self._unsent:
+                data = self._seal.seal(json.dumps(message).encode()) + b"\n"
+                self._unsent = data[self.socket.send(data) :]
+
+    def receive(self) -> list[Any] | None:
+        """The messages that arrive within half a second; None once the other end is gone."""
+        if not select.select([self.socket], [], [], 0.5)[0]:
+            return []
+        try:
+            data = self.socket.recv(1 << 16)
+        except (BlockingIOError, InterruptedError):
+            return []
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        if not data or len(self._buffer) > LONGEST_LINE:
+            return None
+        return [json.loads(self._seal.unseal(line)) for line in lines]
+
+
+class HostNetwork:
+    """The connections of this launcher to those of the other hosts. Threads keep them; the launcher reads what is new.
+
+    `facts` are the ranks, the spares and the port of the store of this host.
+    """
+
+    def __init__(self, place: HostPlace, secret: str, facts: Mapping[str, int]) -> None:
+        self.place, self.number, self._secret = place, place.number, secret
+        self.status: Mapping[str, Any] = {}
+        """What this launcher tells all others."""
+        self.statuses: dict[int, Mapping[str, Any]] = {}
+        """The last status of every other host."""
+        self.table: dict[int, HostEntry] = {}
+        """All hosts, once all have come."""
+        self.members: set[int] = set(range(place.count))
+        """The hosts that the job had when it last continued."""
+        self.lost: dict[int, str] = {}
+        """The hosts that were lost, and how."""
+        self.refused = ""
+        """Why other hosts do not talk to this one."""
+        self.memory: StateMemory | None = None
+        self._entries: dict[int, HostEntry] = {}
+        self._links: dict[int, _Link] = {}
+        self._heard: dict[int, float] = {}
+        self._broken: dict[int, float] = {}
+        """Since when a host that was connected is not."""
+        self._changed, self._lock = threading.Event(), threading.RLock()
+        self._closed = False
+        self._listener = listen_anywhere(place.port if place.number == 0 else 0)
+        self._facts = {**facts, "launcher": place.number, "hosts": place.count, "torch": torch.__version__}
+        self._facts["port"] = self._listener.getsockname()[1]
+        self._run(self._accept)
+        self._run(self._beat)
+        if place.number:
+            self._run(self._open, 0)
+
+    def _run(self, function: Any, *arguments: Any) -> None:
+        threading.Thread(target=function, args=arguments, name="stageline hosts", daemon=True).start()
+
+    # Meeting.
+
+    def meet(self, patience: float = START) -> None:
+        """Wait until the launchers of all hosts are connected to this one."""
+        end, note = time.monotonic() + patience, time.monotonic() + NOTE
+        others = self.members - {self.number}
+        while not (self.table and all(number in self._links for number in others)):
+            self._read_table()
+            if self.refused:
+                raise StagelineError(self.refused)
+            if self.lost:
+                number, how = next(iter(self.lost.items()))
+                raise StagelineError(f"host {number} was lost before all hosts had started: {how}")
+            missing = sorted(others - self._links.keys())
+            where = f"--master-addr {self.place.address}, port {self.place.port}"
+            if time.monotonic() > end and missing:
+                why = "nothing answers at" if missing[0] == 0 else "its launcher did not connect to"
+                raise StagelineError(f"host {missing[0]} never started: {why} {where} within {patience:g} s")
+            if time.monotonic() > note and missing:
+                note = float("inf")
+                names = ", ".join(f"host {number}" for number in missing)
+                sys.stderr.write(f"stageline: waiting for the launchers of {names}; {where}\n")
+            self._changed.wait(0.05)
+
+    def _read_table(self) -> None:
+        """Take the table of all hosts from the first one, and connect to those in between."""
+        entries = self.statuses.get(0, {}).get("table")
+        if not self.table and self.number and entries:
+            self.table = {int(number): HostEntry(*entry) for number, entry in entries.items()}
+            for number in range(1, self.number):
+                self._run(self._open, number)
+        elif not self.table and not self.number:
+            with self._lock:
+                if len(self._entries) == self.place.count - 1:
+                    self._entries[0] = HostEntry(self._own_address(), **_entry(self._facts))
+                    self.table = dict(sorted(self._entries.items()))
+
+    def _own_address(self) -> str:
+        """The address of the first host, as the others see it."""
+        addresses = [_plain(link.socket.getsockname()[0]) for link in self._links.values()]
+        return addresses[0] if addresses else "127.0.0.1"
+
+    # Who is there.
+
+    @property
+    def present(self) -> list[int]:
+        """The hosts that are not lost, this one included."""
+        return [number for number in range(self.place.count) if number not in self.lost]
+
+    @property
+    def leader(self) -> int:
+        """The first of them."""
+        return self.present[0]
+
+    @property
+    def cut_off(self) -> str:
+        """Why this host has to stop: it hears fewer than half of the others. Empty if it has not.
+
+        Of two halves, the one with the first host continues.
+        """
+        if self.refused:
+            return self.refused
+        now = time.monotonic()
+        near = {number for number in self.present if now - self._heard.get(number, now) < self.place.timeout}
+        near = (near | {self.number}) & self.members
+        missing = sorted(self.members - near)
+        if 2 * len(near) > len(self.members) or (2 * len(near) == len(self.members) and min(self.members) in near):
+            return ""
+        names = ", ".join(f"host {number} ({self._name(number)})" for number in missing)
+        return f"{names} cannot be reached from host {self.number}, and a job continues only where most hosts are"
+
+    def _name(self, number: int) -> str:
+        return self.table[number].address if number in self.table else "unknown"
+
+    def lose(self, number: int, how: str) -> None:
+        """Give a host up, for good."""
+        with self._lock:
+            if number not in self.lost and not self._closed:
+                self.lost[number] = how
+        self._changed.set()
+
+    def tell(self, status: Mapping[str, Any]) -> None:
+        """Send a status now, if it is new, and from now on."""
+        if status != self.status:
+            self.status = status
+            self._changed.set()
+
+    # Threads.
+
+    def _beat(self) -> None:
+        while not self._closed:
+            began = time.monotonic()
+            message = {**self.status}
+            if not self.number and self.table:
+                message["table"] = self.table
+            for link in list(self._links.values()):
+                link.send(message)
+            self._check(began)
+            self._changed.wait(BEAT)
+            self._changed.clear()
+            gap = time.monotonic() - began
+            if gap > 1.0 + BEAT:  # this process did not run, so the silence of others does not count
+                for number in self._heard:
+                    self._heard[number] += gap
+
+    def _check(self, now: float) -> None:
+        limit = 1.25 * self.place.timeout + 1.0  # a host that is cut off has stopped by then
+        for number, heard in list(self._heard.items()):
+            if now - heard > limit:
+                self.lose(number, f"not heard for {now - heard:.0f} s")
+            elif number > self.number and now - self._broken.get(number, now) > REOPEN:
+                self.lose(number, "its launcher ended")
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                if select.select([self._listener], [], [], 0.5)[0]:
+                    self._run(self._receive, self._listener.accept()[0])
+            except (OSError, ValueError):  # closed, or too many files are open
+                time.sleep(0.05)
+
+    def _receive(self, link: socket.socket) -> None:
+        """Serve someone who connected: the launcher of another host, or a rank that asks for a state."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, TrustError), link:
+            reception = Reception(link, self._secret, self._admit)
+            end = time.monotonic() + HANDSHAKE
+            while (session := reception.proceed()) is None:
+                if time.monotonic() > end:
+                    return
+                select.select([reception.link], [], [], 0.5)
+            with session.link:
+                if "memory" not in session.facts:
+                    number = int(session.facts["launcher"])
+                    address = _plain(session.link.getpeername()[0])
+                    with self._lock:
+                        self._entries.setdefault(number, HostEntry(address, **_entry(session.facts)))
+                    self._serve(number, session, opener=False)
+                elif self.memory is not None:
+                    self.memory.serve(session.link, session.facts)
+
+    def _admit(self, facts: Facts) -> Facts:
+        if "memory" in facts:
+            if self.memory is None:
+                raise TrustError("this host has not started")
+            return self.memory.admit(facts)
+        number = int(facts["launcher"])
+        if int(facts["hosts"]) != self.place.count:
+            raise TrustError(f"it has --nnodes {facts['hosts']}, and host {self.number} has {self.place.count}")
+        if facts["torch"] != torch.__version__:
+            raise TrustError(f"it runs torch {facts['torch']}, and host {self.number} runs {torch.__version__}")
+        if number in self.lost:
+            raise TrustError(f"the other hosts gave it up: {self.lost[number]}")
+        known = self._entries.get(number)
+        if number == self.number or (known is not None and known.port != facts["port"]):
+            raise TrustError(f"there is another launcher with --node-rank {number}")
+        return {}
+
+    def _open(self, number: int) -> None:
+        """Keep a connection to a host before this one."""
+        while not self._closed and number not in self.lost and not self.refused:
+            entry = self.table.get(number)
+            address = (self.place.address, self.place.port) if entry is None else (entry.address, entry.port)
+            try:
+                session = open_connection(*address, self._secret, self._facts, timeout=max(1.0, self.place.timeout / 3))
+            except TrustError as error:
+                self.refused = f"the launcher of host {number} at {address[0]}, port {address[1]}: {error}"
+                self._changed.set()
+            except OSError as error:
+                if isinstance(error, ConnectionRefusedError) and number in self._heard:
+                    self.lose(number, "its launcher ended")
+                time.sleep(0.1)
+            else:
+                with session.link:
+                    self._serve(number, session, opener=True)
+
+    def _serve(self, number: int, session: Session, *, opener: bool) -> None:
+        """Read what a host sends, until its connection breaks."""
+        link = _Link(session, opener=opener)
+        with self._lock:
+            self._links[number], self._heard[number] = link, time.monotonic()
+            self._broken.pop(number, None)
+        self._changed.set()
+        with contextlib.suppress(OSError, ValueError, TrustError):
+            while not self._closed and number not in self.lost and self._links.get(number) is link:
+                messages = link.receive()
+                if messages is None:
+                    break
+                for message in messages:
+                    self.statuses[number], self._heard[number] = message, time.monotonic()
+        with self._lock:
+            if self._links.get(number) is link:
+                del self._links[number]
+                self._broken[number] = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def drain(self, timeout: float) -> None:
+        """Send the last status until the others have left."""
+        end = time.monotonic() + timeout
+        self._changed.set()
+        while self._links and time.monotonic() < end:
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        """Close all connections."""
+        for link in list(self._links.values()):
+            link.send(self.status)
+        self._closed = True
+        self._changed.set()
+        self._listener.close()
+        for link in list(self._links.values()):
+            with contextlib.suppress(OSError):
+                link.socket.shutdown(socket.SHUT_RDWR)
+
+
+def _entry(facts: Facts) -> dict[str, int]:
+    return {name: int(facts[name]) for name in ("port", "ranks", "spares", "store")}
+
+
+def _plain(address: str) -> str:
+    """An address without the prefix of an IPv4 address that was reached over an IPv6 socket."""
+    return address.removeprefix("::ffff:")
+
+
+def listen_anywhere(port: int = 0) -> socket.socket:
+    """A socket that listens on all addresses of this machine, on this port, or on a free one of the range."""
+    ports = [port] if port else (port_range() or [0])
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    for candidate in ports:
+        with contextlib.suppress(OSError):
+            return socket.create_server(("", candidate), family=family, backlog=1024, dualstack_ipv6=dual)
+    if port:
+        raise StagelineError(f"this launcher cannot listen on --master-port {port}; another job may use that port")
+    raise StagelineError(f"all ports of STAGELINE_PORTS={ports[0]}-{ports[-1]} are in use: give each job its own range")

@@ -1,0 +1,194 @@
+"""The launchers of several hosts: who is there, who leads, who stops; and states in the memory of other hosts."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stageline.cli.app import run
+from stageline.common.errors import StagelineError
+from stageline.distributed.launchers import hosts
+from stageline.distributed.launchers.hosts import HostNetwork, HostPlace
+from stageline.distributed.state_memory import (
+    HEAD,
+    StateCopies,
+    StateMemory,
+    fetch_state,
+    forget_states,
+    host_memory,
+    list_states,
+)
+from support.ports import free_port
+
+pytestmark = pytest.mark.timeout(60)
+SECRET = "a secret of sufficient length"
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def meet(networks: list[HostNetwork]) -> None:
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda network: network.meet(20), networks))
+
+
+class Fleet:
+    """Launchers of several hosts in this process."""
+
+    def __init__(self) -> None:
+        self.port, self._stack = free_port(), ExitStack()
+
+    def start(self, number: int, count: int = 3, secret: str = SECRET, timeout: float = 20.0) -> HostNetwork:
+        place = HostPlace(count, number, "127.0.0.1", self.port, timeout)
+        facts = {"ranks": 1, "spares": number, "store": 1000 + number}
+        return self._stack.enter_context(HostNetwork(place, secret, facts))
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    fleet = Fleet()
+    yield fleet
+    fleet.close()
+
+
+def test_the_next_host_leads_when_the_first_is_lost_and_a_minority_stops(fleet: Fleet) -> None:
+    networks = [fleet.start(number) for number in range(3)]
+    meet(networks)
+    assert networks[0].table == networks[1].table == networks[2].table
+    assert [entry.spares for entry in networks[2].table.values()] == [0, 1, 2]
+    networks[1].tell({"news": 7})
+    until(lambda: all(networks[number].statuses.get(1) == {"news": 7} for number in (0, 2)))
+    assert [network.leader for network in networks] == [0, 0, 0]
+    networks[0].close()
+    until(lambda: [network.leader for network in networks[1:]] == [1, 1])
+    assert networks[2].lost == {0: "its launcher ended"}
+    assert [network.cut_off for network in networks[1:]] == ["", ""], "two of three"
+    networks[1].members = networks[2].members = {1, 2}
+    networks[1].close()
+    until(lambda: networks[2].lost.keys() == {0, 1})
+    assert networks[2].cut_off == (
+        "host 1 (127.0.0.1) cannot be reached from host 2, and a job continues only where most hosts are"
+    )
+
+
+def test_of_two_hosts_the_first_continues(fleet: Fleet) -> None:
+    networks = [fleet.start(number, 2) for number in range(2)]
+    meet(networks)
+    networks[1].close()
+    until(lambda: networks[0].lost)
+    assert not networks[0].cut_off
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"secret": "another secret of that length"}, "it has another secret"),
+        ({"count": 3}, "it has --nnodes 3, and host 0 has 2"),
+    ],
+)
+def test_a_launcher_that_does_not_fit_is_refused(fleet: Fleet, options: dict[str, Any], error: str) -> None:
+    fleet.start(0, 2)
+    with pytest.raises(StagelineError, match=error):
+        fleet.start(1, **({"count": 2} | options)).meet(20)
+
+
+def test_a_second_launcher_with_the_same_number_is_refused(fleet: Fleet) -> None:
+    networks = [fleet.start(number, 2) for number in range(2)]
+    meet(networks)
+    with pytest.raises(StagelineError, match="there is another launcher with --node-rank 1"):
+        fleet.start(1, 2).meet(20)
+    assert not networks[0].lost
+    with pytest.raises(
+        StagelineError, match=f"cannot listen on --master-port {fleet.port}; another job"
+    ):
+        fleet.start(0, 2)
+
+
+def test_a_host_that_does_not_start_is_named(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "NOTE", 0.0)
+    with pytest.raises(StagelineError, match=r"host 1 never started: its launcher did not connect .* within 0.2 s"):
+        fleet.start(0, 2).meet(0.2)
+    with pytest.raises(StagelineError, match=r"host 0 never started: nothing answers at --master-addr 127.0.0.1"):
+        Fleet().start(1, 2).meet(0.2)
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--nnodes", "2"], "several hosts need --master-addr"),
+        (["--nnodes", "2", "--node-rank", "2", "--master-addr", "10.0.0.1"], "--node-rank is from 0 to 1"),
+        (["--node-rank", "1"], "set --nnodes to their number"),
+        (["-n", "0"], "-n 0 is for a host of several"),
+        (["--nnodes", "2", "--master-addr", "10.0.0.1", "--launcher", "ray"], "--nnodes is for the launcher processes"),
+        (["--nnodes", "2", "--master-addr", "10.0.0.1"], "need a secret to trust each other: set STAGELINE_SECRET"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    words: list[str], error: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("STAGELINE_SECRET", raising=False)
+    script = tmp_path / "script.py"
+    script.touch()
+    assert run(["launch", *words, str(script)]) == 2
+    assert error in " ".join(capfd.readouterr().err.split())
+
+
+# ---- states ----
+
+
+def write_state(path: str, step: int, data: bytes) -> None:
+    with open(path, "r+b") as file:
+        file.truncate(0)
+        file.write(HEAD.pack(step + 1, 0) + data)
+
+
+def test_states_are_kept_on_another_host_and_fetched_from_there(fleet: Fleet) -> None:
+    network = fleet.start(0, 2)
+    address, data = ("127.0.0.1", fleet.port), os.urandom(3_000_000)
+    with host_memory(2) as here, host_memory(2) as there, host_memory(2) as elsewhere:
+        own, network.memory = StateMemory(here), StateMemory(there)
+        copies = StateCopies([("127.0.0.1", free_port()), address], SECRET, seat=1)  # the first is not there
+        for step in (4, 5, 6):
+            path = own.next_file(1, step)
+            write_state(path, step, data)
+            copies.send(path, step)
+            until(lambda: not copies.pending)
+        assert list_states(address, SECRET) == {1: [5, 6]}
+        other = StateMemory(elsewhere)
+        fetch_state(address, SECRET, 1, 5, other)
+        assert Path(other.find(1, 5) or "").read_bytes() == HEAD.pack(6, 0) + data
+        with pytest.raises(StagelineError, match="there is no state of rank 1 after step 4"):
+            fetch_state(address, SECRET, 1, 4, other)
+        forget_states(address, SECRET, 5)
+        assert list_states(address, SECRET) == {1: [5]}
+
+
+def test_a_copy_that_ends_halfway_does_not_count(fleet: Fleet) -> None:
+    network = fleet.start(0, 2)
+    with host_memory(1) as here, host_memory(1) as there:
+        network.memory = StateMemory(there)
+        for path, step in zip(there, (1, 2), strict=True):
+            write_state(path, step, b"before")
+        os.truncate(here[0], 1 << 30)  # takes long enough to be abandoned
+        with open(here[0], "r+b") as file:
+            file.write(HEAD.pack(4, 0))
+        copies = StateCopies([("127.0.0.1", fleet.port)], SECRET, seat=0)
+        copies.send(here[0], 3)
+        until(lambda: network.memory is not None and network.memory.steps() == {0: [2]})
+        copies.close()
+        assert list_states(("127.0.0.1", fleet.port), SECRET) == {0: [2]}
+        assert copies.pending
