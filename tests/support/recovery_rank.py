@@ -9,15 +9,23 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import stageline as sl
 from stageline.distributed.attempts import number_of
+from stageline.distributed.launchers.launcher import Job, Outcome
+from stageline.distributed.launchers.processes import ProcessLauncher
+from stageline.distributed.recovery_policy import Recovery
 from stageline.runtime.executor import Executor
 from stageline.train import recovery, setup, snapshots, step
 from stageline.train.checkpoint import folder as disk
+from support.jobs import TINY
+
+Kills = list[tuple[int, int, str, int]]
 
 MOMENTS: dict[str, tuple[Any, str]] = {
     "step": (Executor, "run"),
@@ -96,3 +104,26 @@ def random_kills(chance: random.Random, ranks: int) -> list[tuple[int, int, str,
         count = chance.randint(0, 1500) if moment == "time" else chance.randint(1, limits[moment])
         kills.append((attempt, chance.randrange(ranks), moment, count))
     return kills
+
+
+def write_tokens(folder: Path) -> Path:
+    """The data of the jobs."""
+    path = folder / "tokens.bin"
+    path.write_bytes(np.random.default_rng(0).integers(0, 32, 4000).astype(np.uint16).tobytes())
+    return path
+
+
+def settings_of(tokens: Path, name: str, ranks: int) -> list[str]:
+    """The config of a small job, in a folder beside the tokens."""
+    words = [word.removeprefix("--") for word in TINY] + [f"job.dump_folder={tokens.parent / name}"]
+    return [*words, f"training.dataset_path={tokens}", f"parallelism.pipeline_parallel_degree={ranks}"]
+
+
+def run(
+    tokens: Path, name: str, kills: Kills, *more: str, ranks: int = 2, recovery: Recovery | None = None
+) -> list[Outcome]:
+    """Run a job on processes of this machine, with kills."""
+    words = [*settings_of(tokens, name, ranks), *more]
+    launcher = ProcessLauncher(logs=tokens.parent / f"{name}-logs")
+    recovery = recovery or Recovery(max_restarts=8)
+    return launcher.run(Job(train, (words, kills), ranks, timeout=200, recovery=recovery))

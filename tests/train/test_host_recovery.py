@@ -12,9 +12,8 @@ import pytest
 from stageline.testing import Child, ForkServer
 from stageline.train.events import read_metrics
 from support.hosts import Network
-from support.jobs import TINY, losses, weights
-from train.test_recovery import run as run_here
-from train.test_recovery import tokens  # noqa: F401
+from support.jobs import losses, weights
+from support.recovery_rank import run, settings_of, write_tokens
 
 LAUNCHER = Path(__file__).parents[1] / "support" / "launcher_host.py"
 SECRET = {"STAGELINE_SECRET": "a secret of sufficient length", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -22,10 +21,17 @@ SECRET = {"STAGELINE_SECRET": "a secret of sufficient length", "CUDA_VISIBLE_DEV
 pytestmark = pytest.mark.timeout(400)
 
 
+@pytest.fixture
+def tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return write_tokens(tmp_path)
+
+
 def start_launchers(
     network: Network,
     server: ForkServer,
-    tokens: Path,  # noqa: F811
+    tokens: Path,
     hosts: Sequence[tuple[int, int]],
     *,
     on_loss: Sequence[str] = ("spare",),
@@ -33,10 +39,7 @@ def start_launchers(
     cut: str = "",
 ) -> list[Child]:
     """Start a launcher on every host, with so many ranks and spares."""
-    words = [word.removeprefix("--") for word in TINY] + [f"job.dump_folder={tokens.parent / 'parts'}"]
-    ranks = sum(own for own, _ in hosts)
-    words += [f"training.dataset_path={tokens}", f"parallelism.pipeline_parallel_degree={ranks}"]
-    words += ["comm.train_timeout_seconds=8"]
+    words = [*settings_of(tokens, "parts", sum(own for own, _ in hosts)), "comm.train_timeout_seconds=8"]
     launchers = []
     for number, (own, spares) in enumerate(hosts):
         place = [len(hosts), number, network.hosts[0].address, 29400, 4.0]
@@ -52,7 +55,7 @@ def logs(network: Network, count: int) -> str:
     return "\n".join(network.log(number).read_text()[-3000:] for number in range(count))
 
 
-def assert_same(tokens: Path) -> None:  # noqa: F811
+def assert_same(tokens: Path) -> None:
     assert losses(tokens, "parts") == losses(tokens, "whole")
     assert weights(tokens, "parts", 16) == weights(tokens, "whole", 16)
 
@@ -61,12 +64,12 @@ def assert_same(tokens: Path) -> None:  # noqa: F811
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_spare_on_another_host_takes_the_place_of_a_killed_rank(
     rank: int,
-    tokens: Path,  # noqa: F811
+    tokens: Path,
     tmp_path: Path,
     fork_server: ForkServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run_here(tokens, "whole", [])
+    run(tokens, "whole", [])
     monkeypatch.chdir(tmp_path)
     with Network(tmp_path / "network", 3, separate=False) as network:
         kills = [(0, rank, "step", 7)]
@@ -82,13 +85,13 @@ def test_a_spare_on_another_host_takes_the_place_of_a_killed_rank(
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_host_that_is_cut_off_is_replaced_by_spares_of_another(
     lost: int,
-    tokens: Path,  # noqa: F811
+    tokens: Path,
     tmp_path: Path,
     fork_server: ForkServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Host 0 leads, keeps the store and the failure monitor, and writes the files of the run."""
-    run_here(tokens, "whole", [])
+    run(tokens, "whole", [])
     monkeypatch.chdir(tmp_path)
     cut = tmp_path / "cut"
     with Network(tmp_path / "network", 3, separate=False) as network:

@@ -7,41 +7,25 @@ import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from stageline.distributed.attempts import Announcements
-from stageline.distributed.launchers.launcher import Job, Outcome
-from stageline.distributed.launchers.processes import ProcessLauncher
+from stageline.distributed.launchers.launcher import Outcome
 from stageline.distributed.launchers.replacements import Replacements
 from stageline.distributed.recovery_policy import Recovery
 from stageline.train.events import read_metrics
-from support.jobs import TINY, losses, weights
-from support.recovery_rank import random_kills, train
+from support.jobs import losses, weights
+from support.recovery_rank import Kills, random_kills, run, write_tokens
 
 pytestmark = pytest.mark.timeout(300)
-
-Kills = list[tuple[int, int, str, int]]
 
 
 @pytest.fixture
 def tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    path = tmp_path / "tokens.bin"
-    path.write_bytes(np.random.default_rng(0).integers(0, 32, 4000).astype(np.uint16).tobytes())
-    return path
-
-
-def run(
-    tokens: Path, name: str, kills: Kills, *more: str, ranks: int = 2, recovery: Recovery | None = None
-) -> list[Outcome]:
-    words = [word.removeprefix("--") for word in TINY] + [f"job.dump_folder={tokens.parent / name}"]
-    words += [f"training.dataset_path={tokens}", f"parallelism.pipeline_parallel_degree={ranks}", *more]
-    launcher = ProcessLauncher(logs=tokens.parent / f"{name}-logs")
-    recovery = recovery or Recovery(max_restarts=8)
-    return launcher.run(Job(train, (words, kills), ranks, timeout=200, recovery=recovery))
+    return write_tokens(tmp_path)
 
 
 def log_of(tokens: Path, name: str) -> str:

@@ -112,9 +112,7 @@ def test_a_second_launcher_with_the_same_number_is_refused(fleet: Fleet) -> None
     with pytest.raises(StagelineError, match="there is another launcher with --node-rank 1"):
         fleet.start(1, 2).meet(20)
     assert not networks[0].lost
-    with pytest.raises(
-        StagelineError, match=f"cannot listen on --master-port {fleet.port}; another job"
-    ):
+    with pytest.raises(StagelineError, match=f"cannot listen on --master-port {fleet.port}; another job"):
         fleet.start(0, 2)
 
 
