@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import stageline as sl
@@ -26,7 +27,42 @@ def pictures() -> dict[str, str]:
     slower = sl.Costs(forward=[10, 10, 14, 10], backward_input=11, backward_weight=7, transfer=3)
     both = [sl.simulate(schedule, COSTS), sl.simulate(schedule, slower)]
     drawings["trace.svg"] = draw.svg(both, names=["1f1b, planned", "1f1b, measured"])
-    return drawings | synthesized() | planned()
+    return drawings | synthesized() | planned() | {"overview.svg": overview()}
+
+
+def overview() -> str:
+    """A model cut into stages, and two orders in which four ranks may run them: the first picture of the README."""
+    timelines = [sl.simulate(sl.schedule(name, ranks=4, microbatches=8)) for name in ("1f1b", "zb-h1")]
+    chart = draw.svg(timelines)
+    places = [(16, 120, "batch", "8 microbatches")]
+    places += [(190 + 170 * rank, 126, f"rank {rank}", f"layers {6 * rank} to {6 * rank + 5}") for rank in range(4)]
+    places += [(876, 108, "loss", "one number")]
+    parts = [box for place in places for box in _box(*place)]
+    for (x, width, *_), (next_x, *_) in pairwise(places):
+        parts.append(f'<path class="a" d="M{x + width + 5} 62H{next_x - 5}" marker-end="url(#tip)"/>')
+        if x > 16:
+            parts.append(f'<path class="a" d="M{next_x - 5} 80H{x + width + 5}" marker-end="url(#tip)"/>')
+    top, height = 116, int(chart.partition(' height="')[2].partition('"')[0])
+    size = f'viewBox="0 0 1000 {top + height}" width="1000" height="{top + height}"'
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="system-ui, sans-serif" font-size="12">
+<style>.a{{stroke:#555;fill:none}}.b{{stroke:#888;fill:#eef6fc}}</style>
+<defs><marker id="tip" markerWidth="7" markerHeight="8" refX="6" refY="4" orient="auto">
+<path d="M0 0L7 4L0 8z" fill="#555"/></marker></defs>
+<rect width="1000" height="{top}" fill="#ffffff"/>
+<text x="16" y="26"><tspan class="t">A model of 24 layers on 4 ranks</tspan><tspan class="s" dx="12">Activations flow to
+the right, gradients back. Below, two schedules: the same work in another order. Grey is idle time.</tspan></text>
+{chr(10).join(parts)}
+{chart.replace("<svg ", f'<svg y="{top}" ', 1)}</svg>
+"""
+
+
+def _box(x: int, width: int, title: str, text: str) -> tuple[str, str]:
+    """A labelled box of the overview."""
+    lines = f'<tspan class="t">{title}</tspan><tspan class="s" x="{x + width / 2}" dy="16">{text}</tspan>'
+    return (
+        f'<rect class="b" x="{x}" y="46" width="{width}" height="50" rx="6"/>',
+        f'<text x="{x + width / 2}" y="67" text-anchor="middle">{lines}</text>',
+    )
 
 
 def synthesized() -> dict[str, str]:
