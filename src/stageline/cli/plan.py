@@ -33,6 +33,17 @@ class SearchOptions:
         str | None,
         Option(metavar="NAME=N,…", help="Sizes of a mesh, such as pp=4,dp_shard=2,tp=2; memory is a process's."),
     ] = None
+    devices: Annotated[
+        int | None,
+        Option(metavar="N", help="Processes, to choose the mesh; --batch and -m are then those of all pipelines."),
+    ] = None
+    tp: Annotated[
+        str | None, Option(metavar="N,…", help="With --devices, sizes of tensor parallel to try, such as 1,2,4.")
+    ] = None
+    speed: Annotated[
+        str | None,
+        Option(metavar="X[,…]", help="Speed of each rank relative to the profile: 0.5 takes twice as long."),
+    ] = None
     reshard_after_forward: Annotated[
         str, Option(metavar="WHEN", help="When gathered shards are freed: default, always or never.")
     ] = "default"
@@ -49,9 +60,16 @@ class SearchOptions:
         "auto"
     )
     chunks: Annotated[int | None, Option(min=1, metavar="N", help="Stages per rank.")] = None
-    transfer: Annotated[float, Option(min=0, metavar="S", help="Latency of a message in seconds.")] = 0.0
+    transfer: Annotated[
+        str, Option(metavar="S|NAME=S,…|FILE", help="Latency of a message in seconds; as --bandwidth.")
+    ] = "0"
     bandwidth: Annotated[
-        str | None, Option(metavar="SIZE", help="Bytes per second between two ranks, such as 10G.")
+        str | None,
+        Option(
+            metavar="SIZE|NAME=SIZE,…|FILE",
+            help="Bytes per second between two ranks, such as 10G; or by dimension, such as pp=50G,tp=300G; or a .json "
+            "or .csv file with one row per rank.",
+        ),
     ] = None
     optimizer_bytes_per_parameter: Annotated[
         float,
@@ -70,7 +88,7 @@ def command(
     search: SearchOptions,
     ranks: Annotated[
         str | None,
-        Option("-p", "--ranks", metavar="N", help="Pipeline ranks, or auto with --cores; --mesh may state them."),
+        Option("-p", "--ranks", metavar="N", help="Pipeline ranks, or auto with --cores; or --mesh, or --devices."),
     ] = None,
     threads: Threads = None,
     rows: Annotated[int, output_option(min=1, metavar="N", help="Number of alternatives to list.")] = 12,
@@ -90,12 +108,26 @@ def command(
     Examples:
       stageline plan config.json -p 4 --batch 32 --samples 8 --memory 24GiB
       stageline plan profile.json -p 64 --batch 256 --samples 4 --bandwidth 50G
+      stageline plan profile.json --mesh pp=4,dp_shard=2 -m 8 --bandwidth pp=50G,dp_shard=25G
+      stageline plan config.json --devices 64 --batch 512 --memory 80GiB --bandwidth matrix.csv
     """
     subject = _subject(model, samples, length, threads, has_batch=search.batch is not None)
     from stageline.planning.plan import plan
 
     arguments = vars(search) | {"schedule": search.schedule.split(",") if "," in search.schedule else search.schedule}
-    arguments["mesh"] = None if search.mesh is None else _sizes_of(search.mesh)
+    arguments["mesh"] = (
+        None
+        if search.mesh is None
+        else {name: _number(size) for name, size in _by_name("--mesh", search.mesh, "pp=4,dp_shard=2").items()}
+    )
+    arguments["tp"] = None if search.tp is None else [_number(size) for size in search.tp.split(",")]
+    arguments["speed"] = None if search.speed is None else _speeds(search.speed)
+    for name in ("transfer", "bandwidth"):
+        text = getattr(search, name)
+        if text is not None and "=" in text:
+            arguments[name] = _by_name(
+                f"--{name}", text, "pp=50G,tp=300G" if name == "bandwidth" else "pp=1e-5,tp=1e-6"
+            )
     if search.recompute not in ("auto", "none", "stage"):
         arguments["recompute"] = tuple(search.recompute.split(","))
     with progress("profiling the model …") as update:
@@ -119,19 +151,27 @@ def _number(text: str | None) -> Any:
     return int(text) if text is not None and text.isdecimal() else text
 
 
-def _sizes_of(mesh: str) -> dict[str, Any]:
-    """Return the sizes of a mesh by dimension.
+def _by_name(flag: str, text: str, example: str) -> dict[str, str]:
+    """Return values by dimension of the mesh.
 
-    >>> _sizes_of("pp=4,dp_shard=2")
-    {'pp': 4, 'dp_shard': 2}
+    >>> _by_name("--mesh", "pp=4,dp_shard=2", "pp=4")
+    {'pp': '4', 'dp_shard': '2'}
     """
-    sizes: dict[str, Any] = {}
-    for part in mesh.split(","):
-        name, equals, size = (text.strip() for text in part.partition("="))
-        if not equals or name in sizes:
-            raise StagelineError(f"--mesh names each dimension once with its size, as in pp=4,dp_shard=2; got {mesh!r}")
-        sizes[name] = _number(size)
-    return sizes
+    values: dict[str, str] = {}
+    for part in text.split(","):
+        name, equals, value = (word.strip() for word in part.partition("="))
+        if not equals or name in values:
+            raise StagelineError(f"{flag} names each dimension once with its value, as in {example}; got {text!r}")
+        values[name] = value
+    return values
+
+
+def _speeds(text: str) -> float | list[float]:
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise StagelineError(f"--speed takes a number, or one per rank like 1,1,0.5; got {text!r}") from None
+    return values[0] if len(values) == 1 else values
 
 
 def _subject(model: str, samples: int, length: int, threads: int | None, has_batch: bool) -> dict[str, Any]:

@@ -6,5 +6,6 @@ not run schedules, and knows nothing of transports.
 Read in order: `units` (and the order of their calls), `split` (the cut and its result, `Staged`), then `stage_module/`
 (one stage of a model), `partition/` (where to cut), `profile` (the costs of units) with `profiler` and
 `measurement`, and `build/` (allocating a rank's own tensors). Special cases: `skips` (skip connections),
-`compiled_models` and `huggingface`. `reachability` finds what a layer can reach through Python references.
+`compiled_models` and `huggingface`. `tp_plan` reads how a model says that tensor parallel cuts it, and `reachability`
+finds what a layer can reach through Python references.
 """

@@ -19,15 +19,16 @@ from stageline.planning.costs import (
     parameter_bytes,
     rank_memory,
     stage_bytes,
-    stage_costs,
 )
+from stageline.planning.mesh_costs import Collectives, MeshTime, lowered
 from stageline.planning.request import By, PlanRequest
 from stageline.schedules.placement import Pattern, Placement
 from stageline.schedules.registry import families, schedule
 from stageline.schedules.runs import backward, forward, weave
 from stageline.schedules.schedule import Schedule
 from stageline.synthesis.problem import SLACK
-from stageline.timeline.costs import Costs, Floats
+from stageline.timeline.costs import Costs, Floats, per_stage
+from stageline.timeline.simulate import simulate
 from stageline.timeline.timeline import Timeline
 
 CHUNKS = (2, 3, 4, 6, 8)
@@ -179,6 +180,7 @@ class Cuts:
     by: By = "time"
     fixed: tuple[int, ...] | None = None
     """The number of units of every stage, if the user has set it."""
+    time: MeshTime = field(default_factory=MeshTime)
     _cuts: dict[tuple[Shape, bool], list[tuple[int, ...]]] = field(default_factory=dict)
 
     def of(self, shape: Shape, recompute: bool = False) -> list[tuple[int, ...]]:
@@ -200,10 +202,13 @@ class Cuts:
         """Return cuts whose ranks have equal work, and whose stages have: a rank may hold a long and a short stage."""
         assert shape.placement is not None
         costs = self._costs(recompute)
-        stages = tuple(partition(costs, shape.stages).layers_per_stage)
+        speed = None if self.time.speed is None or self.by != "time" else self.time.speed
+        by_stage = None if speed is None else [speed[rank] for rank in shape.rank_of]
+        stages = tuple(partition(costs, shape.stages, speed=by_stage).layers_per_stage)
         if shape.chunks == 1 or self._is_slow(shape):
             return [stages]
-        return [tuple(partition(costs, shape.ranks, shape.chunks, shape.placement).layers_per_stage), stages]
+        by_rank = partition(costs, shape.ranks, shape.chunks, shape.placement, speed=speed)
+        return [tuple(by_rank.layers_per_stage), stages]
 
     def _is_slow(self, shape: Shape) -> bool:
         """Whether an optimal cut would take long."""
@@ -213,7 +218,7 @@ class Cuts:
     def _costs(self, recompute: bool) -> list[float]:
         if self.by == "parameters":
             return [float(layer.parameters) for layer in self.profile.layers]
-        return [layer.seconds + recompute * layer.forward for layer in self.profile.layers]
+        return self.time.layer_seconds(self.profile, recompute)
 
     def roomier(
         self,
@@ -237,16 +242,13 @@ class Cuts:
             own[rank] += sum(size[start:stop])
         room = [cap * (mine / total) if total else cap for mine, total, cap in zip(own, totals, caps, strict=True)]
         try:
-            cut = partition(self._costs(recompute), shape.ranks, shape.chunks, shape.placement, memory=size, caps=room)
+            cut = partition(
+                self._costs(recompute), shape.ranks, shape.chunks, shape.placement, memory=size, caps=room,
+                speed=self.time.speed,
+            )  # fmt: skip
         except StagelineError:
             return None
         return tuple(cut.layers_per_stage)
-
-
-def _as_run(costs: Costs, request: PlanRequest) -> Costs:
-    """Return the costs of stages where they run: with the overhead of a stage, and what ranks share."""
-    forward = [float(time) + request.overhead for time in np.atleast_1d(np.asarray(costs.forward))]
-    return replace(costs, forward=forward if request.overhead else costs.forward, shares=request.shares)
 
 
 MAX_COSTS = 4096
@@ -260,18 +262,36 @@ class Evaluator:
         self._request = request
         self.profile = cache(request.profiles.at)
         """Maps a number of samples in a microbatch to the profile."""
-        self._stage_costs = lru_cache(MAX_COSTS)(
-            lambda samples, counts, recompute: _as_run(
-                stage_costs(self.profile(samples), counts, recompute, request.links), request
-            )
+        self._stage_costs = lru_cache(MAX_COSTS)(self._compute_costs)
+        self._lowered: tuple[Schedule, Schedule] | None = None
+
+    def _compute_costs(self, shape: Shape, samples: int, counts: tuple[int, ...], recompute: Recompute) -> Costs:
+        """Return the costs of stages where they run."""
+        request = self._request
+        costs = request.time.costs(
+            self.profile(samples), counts, recompute, self._rank_of(shape), request.states, request.overhead
         )
+        return replace(costs, shares=request.shares)
+
+    def _rank_of(self, shape: Shape) -> list[int]:
+        """Return the rank of every stage; with two directions, the first one."""
+        fixed = self._request.schedule
+        rank_of: list[int] = shape.rank_of if fixed is None else fixed.placement.table[0].tolist()
+        return rank_of
+
+    def simulate(self, schedule: Schedule, candidate: Candidate) -> Timeline:
+        """Simulate a candidate with its shard actions, if they take time."""
+        costs = self.costs(candidate)
+        if self._lowered is None or self._lowered[0] is not schedule:
+            self._lowered = schedule, lowered(schedule, costs, self._request.mesh, self._request.reshard)
+        return simulate(self._lowered[1], costs)
 
     def costs(self, candidate: Candidate) -> Costs:
         """Return the costs of the stages.
 
         On one rank, W follows I at once in every family, and both run as one backward.
         """
-        costs = self._stage_costs(candidate.samples, candidate.counts, candidate.recompute)
+        costs = self._stage_costs(candidate.shape, candidate.samples, candidate.counts, candidate.recompute)
         if candidate.shape.ranks > 1:
             return costs
         _, whole, first, second = costs.times(len(candidate.counts))
@@ -308,9 +328,33 @@ class Evaluator:
         if shape.placement is None:
             return float(candidate.microbatches * work.sum() / shape.ranks)
         arrival = np.concatenate([[0.0], np.cumsum(forward)[:-1]])
-        total = np.bincount(np.array(shape.rank_of), work, shape.ranks) * candidate.microbatches
+        own = np.bincount(np.array(shape.rank_of), work, shape.ranks)
+        total = self._least_shard_time(costs, shape) + own * candidate.microbatches
         shared = (total[list(share.ranks)].sum() / share.throughput for share in costs.shares)
         return max(float((total + arrival[: shape.ranks]).max()), *map(float, shared), 0.0)
+
+    def collectives(self, candidate: Candidate) -> Collectives:
+        """Return the time of all collectives of a step, on the rank that has most of them."""
+        request = self._request
+        return request.time.collectives(
+            self.profile(candidate.samples), candidate.counts, candidate.recompute, self._rank_of(candidate.shape),
+            request.states, candidate.microbatches,
+        )  # fmt: skip
+
+    def least_seconds(self, microbatches: int, samples: int) -> float:
+        """Return a lower bound on the step of any cut and order: all work, divided equally."""
+        request, profile = self._request, self.profile(samples)
+        costs = request.time.fastest().costs(profile, (len(profile.layers),), "none", [0], request.states)
+        forward, backward, first, second = (float(times[0]) for times in costs.times(1))
+        together = request.ranks if request.time.speed is None else sum(request.time.speed)
+        return microbatches * (forward + min(backward, first + second)) / together
+
+    @staticmethod
+    def _least_shard_time(costs: Costs, shape: Shape) -> Floats:
+        """Return what a rank waits at least for the reduction of the stage that it finishes last."""
+        least = np.full(shape.ranks, np.inf)
+        np.minimum.at(least, shape.rank_of, per_stage("reduce", costs.reduce, shape.stages))
+        return least
 
     def recompute_queues(self, candidate: Candidate, rank_of: Sequence[int]) -> list[list[str]]:
         """Return the units of every rank, in the order in which to recompute them: most memory saved per time first."""

@@ -24,7 +24,7 @@ from stageline.model.split import split
 from stageline.model.units import refuse_lazy
 from stageline.schedules.action import B, F, I
 from stageline.schedules.schedule import Schedule
-from stageline.schedules.sharding import lower_sharding
+from stageline.schedules.sharding import ReshardAfterForward, lower_sharding
 from stageline.tensors.pytree import batch_size, first_samples, refuse_arrays
 from stageline.timeline.costs import Costs, Floats, PerPair, SharedLink, per_stage
 from stageline.timeline.memory import shard_levels
@@ -247,7 +247,8 @@ def gathered_of(schedule: Schedule, sizes: tuple[Floats, Floats], parameters: Fl
     """
     if states.shards == 1:
         return np.zeros(schedule.ranks)
-    lowered = lower_sharding(schedule, reshard_after_forward="always" if states.by_block else "default")
+    policy: ReshardAfterForward = "always" if states.by_block else "default"
+    lowered = schedule if schedule.sharding is not None else lower_sharding(schedule, reshard_after_forward=policy)
     peaks = np.zeros(schedule.ranks)
     for rank, part in enumerate(schedule.slices()):
         held = sizes[0][schedule.placement.stages_of(rank)].sum()

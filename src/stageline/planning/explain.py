@@ -16,6 +16,7 @@ from stageline.planning.request import PlanRequest
 from stageline.planning.search import PlanSearch
 
 if TYPE_CHECKING:
+    from stageline.planning.devices import MeshAlternative
     from stageline.planning.plan import Alternative, Plan
 
 COLUMNS = ("schedule", "stages", "microbatches", "recomputed", "step", "bubble", "fullest rank", "")
@@ -41,7 +42,9 @@ def describe_memory(memory: RankMemory) -> str:
 
 def explain(plan: Plan, rows: int) -> str:
     """Return the figures, then the table."""
-    return "\n".join([*_figures(plan), "", *_table(plan, rows), *(f"note: {note}" for note in plan.notes)])
+    meshes = ["", *_mesh_table(plan, rows)] if plan.meshes else []
+    notes = (f"note: {note}" for note in plan.notes)
+    return "\n".join([*_figures(plan), *meshes, "", *_table(plan, rows), *notes])
 
 
 def _figures(plan: Plan) -> Iterator[str]:
@@ -67,6 +70,9 @@ def _figures(plan: Plan) -> Iterator[str]:
             yield f"shared      {len(share.ranks)} ranks compute at most {share.capacity:g} at a time"
     if plan.mesh:
         yield f"mesh        {describe_mesh(plan.mesh, plan.reshard_after_forward)}"
+    if plan.collectives.total:
+        parts = zip(("tensor parallel", "gathers", "reductions"), plan.collectives, strict=True)
+        yield f"collectives {', '.join(f'{name} {format_seconds(value)}' for name, value in parts if value)} of a rank"
     counts = plan.layers_per_stage
     shown = " ".join(map(str, counts[:32]))
     yield f"cut         {shown if len(counts) <= 32 else f'{shown} … ({len(counts)} stages)'} units"
@@ -101,6 +107,52 @@ def _table(plan: Plan, rows: int) -> Iterator[str]:
     remaining = len(plan.alternatives) - len(shown)
     if remaining > 0:
         yield f"and {remaining} more that were simulated"
+
+
+def _mesh_table(plan: Plan, rows: int) -> Iterator[str]:
+    """Yield the meshes, the best first, and why the others were not chosen."""
+    peak = max(rank.total for rank in plan.memory)
+    table = [
+        ["mesh", "schedule", "microbatches", "step", "bubble", "collectives", "fullest rank", ""],
+        [
+            mesh_name(plan.mesh), plan.schedule.name, f"{plan.microbatches} of {plan.samples}",
+            format_seconds(plan.step_seconds), f"{plan.bubble:.1%}", format_seconds(plan.collectives.total),
+            format_size(peak), "chosen",
+        ],
+    ]  # fmt: skip
+    for other in plan.meshes[:rows]:
+        figures = [
+            other.schedule, f"{other.microbatches} of {other.samples}", format_seconds(other.seconds),
+            f"{other.bubble:.1%}", format_seconds(other.collectives), format_size(other.memory),
+        ]  # fmt: skip
+        bound = ["", "", f"≥ {format_seconds(other.seconds)}", "", "", ""]
+        table.append([mesh_name(other.mesh), *(figures if other.simulated else bound), why_not_mesh(other, plan)])
+    yield from format_table(table, left={0, 1, 7})
+    if len(plan.meshes) > rows:
+        yield f"and {len(plan.meshes) - rows} more meshes"
+
+
+def mesh_name(mesh: Mapping[str, int]) -> str:
+    """Return the sizes of a mesh in one line.
+
+    >>> mesh_name({"pp": 4, "dp_shard": 2})
+    'pp 4 × dp_shard 2'
+    """
+    return " × ".join(f"{name} {size}" for name, size in mesh.items())
+
+
+def why_not_mesh(other: MeshAlternative, plan: Plan) -> str:
+    """Say why another mesh was not chosen."""
+    if not other.fits:
+        cap = min(plan.caps) if plan.caps else 0.0
+        return f"does not fit: {format_size(max(0.0, other.memory - cap))} too much on rank {other.rank}"
+    longer = other.seconds / plan.step_seconds - 1 if plan.step_seconds > 0 else 0.0
+    if not other.simulated:
+        return f"at least {longer:.1%} longer" if longer > 0 else "not tried: the time was up"
+    if longer < SAME_TIME:
+        peak = max(rank.total for rank in plan.memory)
+        return "as fast, more memory" if other.memory > peak else "as fast"
+    return f"{longer:.1%} longer"
 
 
 def _why_not(alternative: Alternative, plan: Plan, peak: float) -> str:
@@ -181,13 +233,16 @@ def _changes(search: PlanSearch, progress: Callable[[str], None]) -> Iterator[tu
             if trial is not None:
                 yield {"batch": count * samples, "microbatches": count * parts}, trial
                 break
-    if request.schedule is None and request.counts is None and len(set(request.caps or ())) == 1:
+    is_free = request.schedule is None and request.counts is None and request.time.is_uniform
+    if is_free and len(set(request.caps or ())) == 1:
         most = search.units // (request.chunks or 1)
         for ranks in dict.fromkeys([2 * request.ranks, 4 * request.ranks, most]):
             if request.ranks < ranks <= most:
-                trial = best(replace(request, ranks=ranks, caps=(request.caps or (0.0,))[:1] * ranks))
+                mesh = {**request.mesh, "pp": ranks} if request.mesh else {}
+                caps = (request.caps or (0.0,))[:1] * ranks
+                trial = best(replace(request, ranks=ranks, caps=caps, mesh=mesh))
                 if trial is not None:
-                    yield {"mesh": {**request.mesh, "pp": ranks}} if request.mesh else {"ranks": ranks}, trial
+                    yield {"mesh": mesh} if mesh else {"ranks": ranks}, trial
                     break
     smallest = min(search.trials, key=lambda trial: trial.peak)
     yield {"memory": math.ceil(smallest.peak)}, smallest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,21 +15,25 @@ from stageline.common.checked_json import NonNegative, PositiveInt, check_format
 from stageline.common.checked_json import field as read
 from stageline.common.errors import JsonError, NothingFits, StagelineError, shorten
 from stageline.common.files import read_text, write_text
-from stageline.common.units import Size, parse_size
+from stageline.common.units import Size
 from stageline.model.profile import Profile
 from stageline.planning import request as arguments
 from stageline.planning.candidates import Trial
-from stageline.planning.costs import Links, RankMemory, Recompute
+from stageline.planning.costs import RankMemory, Recompute
+from stageline.planning.devices import DeviceRequest, MeshAlternative, MeshSearch
 from stageline.planning.explain import explain, nothing_fits
-from stageline.planning.mesh import RESHARD, divide_by_tp, read_mesh
+from stageline.planning.mesh import RESHARD, check_one_size, read_mesh
+from stageline.planning.mesh_costs import Collectives, MeshTime, lowered
+from stageline.planning.network import PerLink, load_links, per_rank, read_network
 from stageline.planning.request import SYNTHESIZED, PlanRequest
 from stageline.planning.search import PlanSearch
+from stageline.planning.tensor_parallel import TensorParallel
 from stageline.schedules.io import schedule_from, schedule_lines
 from stageline.schedules.registry import schedule as make_schedule
 from stageline.schedules.registry import whole
 from stageline.schedules.schedule import Schedule
 from stageline.schedules.verify import verify
-from stageline.timeline.costs import Costs, PerPair, Share, SharedLink
+from stageline.timeline.costs import Costs, Share, SharedLink
 from stageline.timeline.simulate import simulate
 from stageline.timeline.timeline import Timeline, share_above
 
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
     from stageline.model.split import Staged
 
 FORMAT, VERSION = "stageline-plan", 1
+CUT_SHORT = "the time limit ended the search before everything was tried"
 
 
 @dataclass(frozen=True)
@@ -112,14 +117,19 @@ class Plan:
     notes: tuple[str, ...] = ()
     """Remarks on the search."""
     mesh: Mapping[str, int] = field(default_factory=dict)
-    """The dimensions of the mesh that the memory is for, as in {"pp": 4, "dp_shard": 2}; empty for a pipeline alone."""
+    """The dimensions of the mesh that it is for, as in {"pp": 4, "dp_shard": 2}; empty for a pipeline alone."""
     reshard_after_forward: str = "default"
     """When gathered parameters are freed, with a dimension dp_shard: "default", "always" or "never"."""
+    collectives: Collectives = field(default_factory=Collectives)
+    """Seconds of a step in collectives of the mesh, on the rank that has most of them."""
+    meshes: tuple[MeshAlternative, ...] = ()
+    """With `devices`: the best plan of every other mesh, those that fit first, fastest first."""
     timeline: Timeline = field(init=False)
     """The planned step."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "timeline", simulate(self.schedule, self.costs))
+        run = lowered(self.schedule, self.costs, self.mesh, self.reshard_after_forward)
+        object.__setattr__(self, "timeline", simulate(run, self.costs))
 
     @property
     def ranks(self) -> int:
@@ -178,7 +188,7 @@ class Plan:
 
     def to_text(self) -> str:
         """Return the JSON that `write` writes: one line for each field, each rank's memory and each alternative."""
-        return "".join(json_lines(self.to_json(), ("memory", "alternatives")))
+        return "".join(json_lines(self.to_json(), ("memory", "alternatives", "meshes")))
 
     def to_json(self) -> dict[str, Any]:
         """Return the data that `write` writes, with its figures for human readers."""
@@ -200,6 +210,8 @@ class Plan:
             "notes": list(self.notes),
             "mesh": dict(self.mesh),
             "reshard_after_forward": self.reshard_after_forward,
+            "collectives": self.collectives._asdict(),
+            "meshes": [asdict(alternative) for alternative in self.meshes],
             "costs": self.costs.to_json(),
             "alternatives": [asdict(alternative) for alternative in self.alternatives],
             "schedule": json.loads("".join(schedule_lines(self.schedule))),
@@ -218,8 +230,11 @@ def plan(
     example: Any = None,
     *,
     ranks: int | Literal["auto"] | None = None,
-    cores: float | Sequence[Share] | None = None,
     mesh: Mapping[str, int] | DeviceMesh | None = None,
+    devices: int | None = None,
+    tp: int | Sequence[int] | None = None,
+    cores: float | Sequence[Share] | None = None,
+    speed: float | Sequence[float] | None = None,
     reshard_after_forward: str = "default",
     shard_optimizer: bool = False,
     batch: int | None = None,
@@ -235,8 +250,8 @@ def plan(
     chunks: int | None = None,
     split: str = "time",
     layers_per_stage: Sequence[int] | None = None,
-    transfer: PerPair = 0.0,
-    bandwidth: PerPair | str | None = None,
+    transfer: PerLink = 0.0,
+    bandwidth: PerLink = None,
     links: Sequence[SharedLink] = (),
     overhead: float = 0.0,
     parameter_bytes: float | None = None,
@@ -266,19 +281,25 @@ def plan(
     (units or stages if memory requires it), "none", "stage" or names of units. `schedule` is the name of one or several
     families, or a schedule for which a cut is to be found; `chunks` is the number of stages per rank; `split` is what
     the cut balances ("time", "parameters" or "layers"), and `layers_per_stage` fixes it. A message takes `transfer`
-    seconds plus its bytes divided by `bandwidth`; both are one number, or one per pair of ranks. Messages that share
-    one of the `links` slow each other down. The forward of a stage takes `overhead` seconds beside its layers. After
-    the measurement, the search takes about `time_limit` seconds.
+    seconds plus its bytes divided by `bandwidth`; both are one number, one per pair of ranks, or one per dimension of
+    the mesh, as in {"pp": "50G", "tp": "300G"}, or a .json or .csv file of them. Messages that share one of the `links`
+    slow each other down. The forward of a stage takes `overhead` seconds beside its layers. `speed` is the speed of
+    each rank relative to the profile. After the measurement, the search takes about `time_limit` seconds.
 
     Ranks on one machine without GPUs share its `cores`: while more of them compute than there are cores for their
     threads, they slow each other down. By default every rank has its own; a list of `sl.Share` says which ranks share
     what. With `ranks="auto"`, the number of ranks that share the cores is chosen, too.
 
-    `ranks` is the number of pipeline ranks. With `mesh`, sizes of the dimensions pp, dp_replicate, dp_shard and tp, it
-    is that of pp, and memory is that of one process of the mesh: dp_shard and tp divide parameters, gradients and
-    optimizer state. dp_shard also gathers parameters, until a stage's last use in a step or, with
-    `reshard_after_forward` "always", block by block. With `shard_optimizer`, dp_replicate divides the optimizer
-    state, too. `batch` and `microbatches` are those of one pipeline.
+    One of `ranks`, `mesh` and `devices` is given. `ranks` is the number of pipeline ranks. `mesh` has sizes of the
+    dimensions pp, dp_replicate, dp_shard and tp, and `memory` is that of one of its processes: dp_shard and tp divide
+    parameters, gradients and optimizer state. dp_shard also gathers parameters, until a stage's last use in a step or,
+    with `reshard_after_forward` "always", block by block. With `shard_optimizer`, dp_replicate divides the optimizer
+    state, too. With a `bandwidth`, gathers, reductions and the collectives of tensor parallel take time. `batch` and
+    `microbatches` are those of one pipeline.
+
+    With `devices`, the number of processes, the mesh is chosen; `plan.meshes` compares it with others. Then `batch` and
+    `microbatches` are those of all pipelines together, and `tp` the sizes of tensor parallel that are tried: by
+    default, those that divide the heads and widths of the model.
 
     >>> import torch, stageline as sl
     >>> model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(12)))
@@ -289,58 +310,68 @@ def plan(
     Traceback (most recent call last):
     stageline.StagelineError: plan needs a model and an example, one microbatch to run it on, or profile=
     """
-    if ranks != "auto":
+    check_one_size(ranks, mesh, devices)
+    transfer, bandwidth = load_links("transfer", transfer), load_links("bandwidth", bandwidth)
+    if mesh is not None or ranks not in (None, "auto"):
         read_mesh(mesh, ranks)
     reshard = arguments.one_of("reshard_after_forward", reshard_after_forward, RESHARD)
     if not isinstance(shard_optimizer, bool):
         raise StagelineError(f"shard_optimizer is True or False, got {shorten(shard_optimizer)}")
     progress = progress or (lambda text: None)
-    several = batch is not None
+    limit = arguments.positive_seconds("time_limit", time_limit)
     profiles = arguments.read_profiles(
-        model, example, profile, samples, several, repeats, progress, loss_fn, targets, compile
+        model, example, profile, samples, batch is not None, repeats, progress, loss_fn, targets, compile
     )
     if parameter_bytes is None:
         parameter_bytes = arguments.bytes_per_parameter(model)
-    counts = arguments.read_ranks(ranks, cores, mesh, profiles)
-    requests = []
-    for count in counts:
-        degrees, num_ranks = read_mesh(mesh, count)
-        requests.append(
-            PlanRequest(
-                divide_by_tp(profiles, degrees.get("tp", 1), model),
-                num_ranks,
-                arguments.read_splits(profiles, batch, microbatches),
-                caps=arguments.read_caps(memory, num_ranks, model),
-                states=arguments.read_states(
-                    parameter_bytes,
-                    gradient_bytes_per_parameter,
-                    optimizer_bytes_per_parameter,
-                    interlock,
-                    cuda_graphs,
-                    degrees.get("dp_shard", 1),
-                    reshard,
-                    degrees.get("dp_replicate", 1) if shard_optimizer else 1,
-                ),
-                mesh=degrees,
-                reshard=reshard,
-                links=Links(
-                    transfer,
-                    parse_size(bandwidth, "bandwidth") if isinstance(bandwidth, str) else bandwidth,
-                    tuple(links),
-                ),
-                overhead=arguments.seconds("overhead", overhead),
-                shares=arguments.read_shares(cores, num_ranks, profiles.largest.threads),
-                recompute=arguments.read_recompute(recompute, profiles),
-                names=arguments.read_families(schedule),
-                schedule=schedule if isinstance(schedule, Schedule) else None,
-                chunks=None if chunks is None else whole("plan", "chunks", chunks),
-                by=arguments.one_of("split", split, ("time", "parameters", "layers")),
-                counts=None if layers_per_stage is None else tuple(int(count) for count in layers_per_stage),
-                synthesis=schedule == "auto" or (not isinstance(schedule, Schedule) and SYNTHESIZED in schedule),
-                time_limit=arguments.positive_seconds("time_limit", time_limit) / len(counts),
-                seed=seed,
-            )
+
+    def request_for(degrees: Mapping[str, int], num_ranks: int, pipelines: int = 1) -> PlanRequest:
+        """The request for one mesh; `pipelines` divide the batch among them."""
+        tensor_parallel = TensorParallel.of(degrees.get("tp", 1), model, profiles.names)
+        network = read_network(transfer, bandwidth, degrees, num_ranks, links)
+        return PlanRequest(
+            tensor_parallel.divide(profiles),
+            num_ranks,
+            arguments.read_splits(profiles, batch, microbatches, pipelines),
+            caps=arguments.read_caps(memory, num_ranks, model, degrees),
+            states=arguments.read_states(
+                parameter_bytes,
+                gradient_bytes_per_parameter,
+                optimizer_bytes_per_parameter,
+                interlock,
+                cuda_graphs,
+                degrees.get("dp_shard", 1),
+                reshard,
+                degrees.get("dp_replicate", 1) if shard_optimizer else 1,
+            ),
+            mesh=degrees,
+            reshard=reshard,
+            time=MeshTime(degrees, network, tensor_parallel, per_rank("speed", speed, degrees, num_ranks)),
+            overhead=arguments.seconds("overhead", overhead),
+            shares=arguments.read_shares(cores, num_ranks, profiles.largest.threads),
+            recompute=arguments.read_recompute(recompute, profiles),
+            names=arguments.read_families(schedule),
+            schedule=schedule if isinstance(schedule, Schedule) else None,
+            chunks=None if chunks is None else whole("plan", "chunks", chunks),
+            by=arguments.one_of("split", split, ("time", "parameters", "layers")),
+            counts=None if layers_per_stage is None else tuple(int(count) for count in layers_per_stage),
+            synthesis=schedule == "auto" or (not isinstance(schedule, Schedule) and SYNTHESIZED in schedule),
+            time_limit=limit,
+            seed=seed,
         )
+
+    if devices is not None:
+        if cores is not None or links:
+            raise StagelineError("devices= plans for processes that share nothing; leave cores= and links= out")
+        sizes = {"batch": batch, "microbatches": microbatches}
+        lists = {"bandwidth": bandwidth, "transfer": transfer, "speed": speed, "memory": memory}
+        return plan_devices(
+            DeviceRequest.read(devices, tp, model, profiles, sizes, lists, request_for), limit, progress
+        )
+    if tp is not None:
+        raise StagelineError("tp= is for devices=, which chooses the mesh; state the size in mesh=, as in {'tp': 2}")
+    counts = arguments.read_ranks(ranks, cores, profiles)
+    requests = [replace(request_for(*read_mesh(mesh, count)), time_limit=limit / len(counts)) for count in counts]
     for request in requests:
         arguments.check_sizes(request)
     return fastest_plan(requests, progress)
@@ -362,14 +393,33 @@ def find_plan(request: PlanRequest, progress: Callable[[str], None] = lambda tex
     """Return the best plan for a request; raise an error with suggestions if nothing fits."""
     search = PlanSearch(request, progress)
     search.run()
-    best = search.best
-    if best is None:
+    if search.best is None:
         raise nothing_fits(search, progress)
+    return plan_of(search)
+
+
+def plan_devices(devices: DeviceRequest, limit: float, progress: Callable[[str], None]) -> Plan:
+    """Return the best plan of all meshes; raise an error with suggestions if nothing fits any."""
+    search = MeshSearch(devices, limit, progress)
+    search.run()
+    if search.best is None:
+        raise nothing_fits(search.closest, progress)
+    best = plan_of(search.best)
+    notes = [*best.notes, *devices.notes]
+    if search.was_cut_short and CUT_SHORT not in notes:
+        notes.append(CUT_SHORT)
+    return replace(best, meshes=search.alternatives(), notes=tuple(notes))
+
+
+def plan_of(search: PlanSearch) -> Plan:
+    """Return the plan that a search has found."""
+    request, best = search.request, search.best
+    assert best is not None
     candidate = best.candidate
     schedule = best.schedule or make_schedule(best.name, request.ranks, candidate.microbatches, **best.options)
     verify(schedule)
-    notes = [request.profiles.note([samples for _, samples in request.splits])]
-    notes += ["the time limit ended the search before everything was tried"] if search.was_cut_short else []
+    notes = [request.profiles.note([samples for _, samples in request.splits]), *request.time.notes]
+    notes += [CUT_SHORT] if search.was_cut_short else []
     # The best cut of every other kind of plan; trials are sorted.
     alternatives: dict[Any, Alternative] = {}
     for alternative in (Alternative.of(trial) for trial in search.trials if trial is not best):
@@ -389,6 +439,7 @@ def find_plan(request: PlanRequest, progress: Callable[[str], None] = lambda tex
         notes=tuple(note for note in notes if note),
         mesh=request.mesh,
         reshard_after_forward=request.reshard,
+        collectives=search.evaluator.collectives(candidate),
     )
 
 
@@ -415,7 +466,8 @@ def parse_plan(text: str, source: str) -> Plan:
         verify(schedule)
         costs = Costs.from_json(read(data, "costs", dict))
         costs.check_lengths(schedule.stages, schedule.microbatches)
-        optional = {"caps": None, "bound": None, "mesh": {}, "reshard_after_forward": "default", **data}
+        optional = {"caps": None, "bound": None, "mesh": {}, "reshard_after_forward": "default", "meshes": [], **data}
+        optional.setdefault("collectives", {})
         plan = Plan(
             schedule=schedule,
             layers_per_stage=read(data, "layers_per_stage", tuple[PositiveInt, ...]),
@@ -430,6 +482,8 @@ def parse_plan(text: str, source: str) -> Plan:
             notes=read(data, "notes", tuple[str, ...]),
             mesh=read(optional, "mesh", dict[str, PositiveInt]),
             reshard_after_forward=read(optional, "reshard_after_forward", Literal["default", "always", "never"]),
+            collectives=read(optional, "collectives", Collectives),
+            meshes=read(optional, "meshes", tuple[MeshAlternative, ...]),
         )
         if plan.recompute == ():
             raise JsonError('\'recompute\' must be "none", "stage" or a list of unit names, got an empty list')

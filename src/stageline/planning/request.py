@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -13,7 +14,9 @@ from torch import nn
 from stageline.autograd.graphs.options import Compile
 from stageline.common.errors import ScheduleError, StagelineError, nearest, shorten
 from stageline.common.units import parse_sizes
-from stageline.planning.costs import Links, Recompute, SizedProfiles, StateBytes, measure_sizes
+from stageline.planning.costs import Recompute, SizedProfiles, StateBytes, measure_sizes
+from stageline.planning.mesh_costs import MeshTime
+from stageline.planning.network import per_rank
 from stageline.schedules.registry import families, find_family, schedule, whole
 from stageline.schedules.schedule import Schedule
 from stageline.timeline.costs import LARGEST_COST, Share
@@ -37,7 +40,8 @@ class PlanRequest:
     """The dimensions of the mesh, if there is one."""
     reshard: str = "default"
     """When parameters that shards have gathered are freed."""
-    links: Links = field(default_factory=Links)
+    time: MeshTime = field(default_factory=MeshTime)
+    """What the mesh and its network cost, and the speed of the ranks."""
     overhead: float = 0.0
     """Seconds that the forward of a stage takes beside its layers."""
     shares: tuple[Share, ...] = ()
@@ -90,32 +94,41 @@ def read_profiles(
     return SizedProfiles.of({1 if samples is None else whole("plan", "samples", samples): profile})
 
 
-def read_splits(profiles: SizedProfiles, batch: int | None, microbatches: int | None) -> tuple[tuple[int, int], ...]:
-    """Return the numbers of microbatches that a step may have, and the samples in each."""
+def read_splits(
+    profiles: SizedProfiles, batch: int | None, microbatches: int | None, pipelines: int = 1
+) -> tuple[tuple[int, int], ...]:
+    """Return the numbers of microbatches that a pipeline may have in a step, and the samples in each.
+
+    Several pipelines share the batch, and the microbatches, equally: their number divides both.
+    """
     if batch is None:
         if microbatches is None:
             raise StagelineError(
                 "plan needs microbatches=, the number in a step, or batch=, the number of samples, to choose it"
             )
-        return ((whole("plan", "microbatches", microbatches), max(profiles.profiles)),)
-    batch = whole("plan", "batch", batch)
+        return ((whole("plan", "microbatches", microbatches) // pipelines, max(profiles.profiles)),)
+    batch = whole("plan", "batch", batch) // pipelines
     divisors = [count for count in range(1, batch + 1) if batch % count == 0]
     if microbatches is None:
         return tuple((count, batch // count) for count in divisors)
-    count = whole("plan", "microbatches", microbatches)
+    count = whole("plan", "microbatches", microbatches) // pipelines
     if batch % count:
         near = sorted(divisors, key=lambda divisor: abs(divisor - count))
         raise StagelineError(f"microbatches={count} do not divide batch={batch}; the nearest that do are {near[:2]}")
     return ((count, batch // count),)
 
 
-def read_caps(memory: Any, ranks: int, model: nn.Module | None) -> tuple[float, ...] | None:
-    """Return the memory limit of each rank: as given, or that of the model's GPU."""
+def read_caps(
+    memory: Any, ranks: int, model: nn.Module | None, mesh: Mapping[str, int] | None = None
+) -> tuple[float, ...] | None:
+    """Return the memory limit of each rank: as given, or that of the model's GPU; of its processes, the smallest."""
     if memory is None:
         room = device_memory(model)
         return None if room is None else (room,) * ranks
     sizes = parse_sizes(memory)
     caps = list(sizes) if isinstance(sizes, Sequence | np.ndarray) else [sizes] * ranks
+    if mesh and len(caps) == prod(mesh.values()) and all(isinstance(cap, int | float) for cap in caps):
+        caps = list(per_rank("memory", caps, mesh, ranks) or ())
     is_valid = all(isinstance(cap, int | float) and not isinstance(cap, bool) and cap > 0 for cap in caps)
     if len(caps) != ranks or not is_valid:
         raise StagelineError(
@@ -140,13 +153,13 @@ def device_memory(model: nn.Module | None) -> float | None:
     return 0.95 * (free + torch.cuda.memory_reserved(device))
 
 
-def read_ranks(ranks: Any, cores: Any, mesh: Any, profiles: SizedProfiles) -> list[Any]:
+def read_ranks(ranks: Any, cores: Any, profiles: SizedProfiles) -> list[Any]:
     """Return the numbers of ranks to try: with "auto", all that find a core for each of their threads."""
     if ranks != "auto":
         return [ranks]
-    if mesh is not None or not isinstance(cores, int | float):
+    if not isinstance(cores, int | float):
         raise StagelineError(
-            "ranks='auto' chooses how many ranks share the cores of a machine: pass cores=, their number, and no mesh"
+            "ranks='auto' chooses how many ranks share the cores of a machine: pass cores=, their number"
         )
     return list(range(1, max(1, min(int(cores // profiles.largest.threads), len(profiles.names))) + 1))
 
@@ -270,7 +283,12 @@ def positive_seconds(name: str, value: Any) -> float:
 
 
 def check_sizes(request: PlanRequest) -> None:
-    """Refuse a request that no cut satisfies."""
+    """Refuse a request that no cut satisfies, or that cannot be simulated."""
+    if (request.shares or request.time.network.links.shared) and request.time.reduces:
+        raise StagelineError(
+            "gathers and reductions of a mesh cannot be simulated with cores= or links= that ranks share; leave these "
+            "out, or leave bandwidth= and transfer= out"
+        )
     units = len(request.profiles.names)
     stages = request.ranks * (request.chunks or 1)
     if stages > units:

@@ -27,7 +27,6 @@ from stageline.schedules.verify import verify
 from stageline.synthesis.problem import SLACK
 from stageline.synthesis.synthesize import synthesize
 from stageline.timeline.memory import peaks_of
-from stageline.timeline.simulate import simulate
 from stageline.timeline.timeline import Timeline, share_above
 
 MIN_GAIN = 0.005
@@ -53,7 +52,7 @@ class PlanSearch:
         """`progress` receives messages about the search."""
         self.request, self._progress = request, progress
         self.evaluator = Evaluator(request)
-        self.cuts = Cuts(request.profiles.largest, request.by, request.counts)
+        self.cuts = Cuts(request.profiles.largest, request.by, request.counts, request.time)
         self.units = len(request.profiles.names)
         self.trials: list[Trial] = []
         self.bounds: dict[Candidate, float] = {}
@@ -125,7 +124,9 @@ class PlanSearch:
     def _variants(self) -> list[FamilyVariant]:
         request = self.request
         if request.schedule is None:
-            return family_variants(request.ranks, self.units, request.names or None, request.chunks)
+            variants = family_variants(request.ranks, self.units, request.names or None, request.chunks)
+            # Unless all ranks are alike, costs depend on the placement, which a small schedule does not show.
+            return [v for v in variants if v.shape.placement is not None or request.time.is_uniform]
         schedule = request.schedule
         return [FamilyVariant(schedule.name, tuple(schedule.options.items()), shape_of(schedule))]
 
@@ -219,7 +220,7 @@ class PlanSearch:
         Bisects over the number of units per rank. Message buffers are taken from a step without recomputation.
         """
         queues = self.evaluator.recompute_queues(candidate, schedule.placement.table[0].tolist())
-        plain_timeline = simulate(schedule, self.evaluator.costs(replace(candidate, recompute="none")))
+        plain_timeline = self.evaluator.simulate(schedule, replace(candidate, recompute="none"))
         plain = self.evaluator.memory(plain_timeline, candidate)
 
         def fits(counts: Sequence[int]) -> list[bool]:
@@ -258,16 +259,17 @@ class PlanSearch:
                         return
 
     def _simulate_one_by_one(self, candidate: Candidate) -> None:
-        """Simulate one microbatch and multiply: thousands in a row would take long."""
+        """Simulate one microbatch and two, and extrapolate: thousands in a row would take long."""
         ranks, count = candidate.shape.ranks, candidate.microbatches
-        timeline = simulate(one_by_one(ranks, 1), self.evaluator.costs(candidate))
-        self._add(candidate, one_by_one(ranks, count), timeline, count * timeline.makespan, keep_schedule=True)
+        first, timeline = (self.evaluator.simulate(one_by_one(ranks, few), candidate) for few in (1, min(count, 2)))
+        seconds = first.makespan + (count - 1) * (timeline.makespan - first.makespan)
+        self._add(candidate, one_by_one(ranks, count), timeline, seconds, keep_schedule=True)
 
     # Trials
 
     def _simulate(self, schedule: Schedule, candidate: Candidate, keep_schedule: bool = False) -> bool:
         """Simulate a candidate, and return whether it fits."""
-        timeline = simulate(schedule, self.evaluator.costs(candidate))
+        timeline = self.evaluator.simulate(schedule, candidate)
         keep_schedule = keep_schedule or self.request.schedule is not None
         return self._add(candidate, schedule, timeline, timeline.makespan, keep_schedule)
 
@@ -349,6 +351,11 @@ class PlanSearch:
         """Return how far the fullest rank is above its cap."""
         caps = self.request.caps or tuple(np.inf for _ in trial.memory)
         return max(rank.total - cap for rank, cap in zip(trial.memory, caps, strict=True))
+
+    @property
+    def least_seconds(self) -> float:
+        """A lower bound on the step of any plan for the request."""
+        return min(self.evaluator.least_seconds(*split) for split in self.request.splits)
 
     def lower_bound(self, trial: Trial) -> float:
         """Return a lower bound on the step for this candidate, over all orders."""

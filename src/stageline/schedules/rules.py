@@ -138,7 +138,8 @@ def check_progress(schedule: Schedule) -> None:
 
 def check_sharding(schedule: Schedule) -> None:
     """Every F, B and I of a sharded stage runs while its parameters are gathered; every gather is used and freed; its
-    gradients are reduced once, after the last of its backwards. All processes of a stage run this one program."""
+    gradients are reduced once, after the last of its backwards. All processes of a stage run this one program. A stage
+    that is never gathered nor freed is replicated: only its gradients are reduced."""
     if schedule.sharding is None:
         return
     for rank in range(schedule.ranks):
@@ -151,6 +152,7 @@ def _check_rank_sharding(schedule: Schedule, sharding: Sharding, rank: int) -> N
     own = sharding.of_rank(rank)
     sharded = {int(sharding.stage_ids[index]) for index in own}
     sharded |= set(sharding.stages) & set(stage_of)
+    is_gathered = set(sharding.stage_ids[sharding.kinds != kinds.REDUCE_GRAD].tolist())
     last = {stage: at for at, stage in enumerate(stage_of) if kind[at] != kinds.F}
     gathered: dict[int, bool] = {}
     """The stages that are gathered, and whether that was used."""
@@ -165,7 +167,7 @@ def _check_rank_sharding(schedule: Schedule, sharding: Sharding, rank: int) -> N
     def run_until(place: int, since: int) -> None:
         for at in range(since, place):
             stage = stage_of[at]
-            if stage in sharded and kind[at] != kinds.W:
+            if stage in is_gathered and kind[at] != kinds.W:
                 if stage not in gathered:
                     _fail(schedule, part.start + at, "sharding", f"needs the parameters of stage {stage} gathered")
                 gathered[stage] = True

@@ -118,15 +118,19 @@ def lower_sharding(
     *,
     reshard_after_forward: ReshardAfterForward = "default",
     prefetch: int = 1,
+    gathers: bool = True,
 ) -> Schedule:
     """Return the schedule with the shard actions of some of its stages, by default of all of them.
 
-    `prefetch` is how many entries before its first use a gather starts.
+    `prefetch` is how many entries before its first use a gather starts. Without `gathers`, replicas hold the parameters
+    whole, and only reduce the gradients.
 
     >>> import stageline as sl
     >>> s = lower_sharding(sl.schedule("interleaved", ranks=1, microbatches=1, chunks=2))
     >>> print(" ".join(map(str, s.lowered_program(0))))
     0UNSHARD 1UNSHARD 0F0 1F0 1B0 1RESHARD 1REDUCE_GRAD 0B0 0RESHARD 0REDUCE_GRAD
+    >>> print(" ".join(map(str, lower_sharding(s, gathers=False).lowered_program(0))))
+    0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD
     """
     always = check_option("reshard_after_forward", reshard_after_forward) == "always"
     if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
@@ -140,6 +144,7 @@ def lower_sharding(
         own = sharded.intersection(schedule.stage_ids[part].tolist())
         heads = _heads(schedule, part)
         rows = [row for stage in sorted(own) for row in _of_stage(schedule, part, heads, stage, always, prefetch)]
+        rows = rows if gathers else [row for row in rows if row[1] == REDUCE_GRAD]
         by_rank.append(sorted(rows, key=lambda row: (row[0], _ORDER[row[1]])))
     return replace(schedule, sharding=Sharding.of(by_rank) if sharded else None)
 

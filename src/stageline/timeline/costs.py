@@ -19,7 +19,7 @@ Floats: TypeAlias = NDArray[np.float64]
 PerStage: TypeAlias = float | Sequence[float]
 PerPair: TypeAlias = float | Sequence[Sequence[float]]
 
-SHARD_COSTS = ("gather", "reduce", "gathered", "gathered_block", "unreduced")
+SHARD_COSTS = ("gather", "gather_block", "reduce", "gathered", "gathered_block", "unreduced")
 """The costs of sharded stages."""
 
 LARGEST_COST = 1e100
@@ -136,6 +136,9 @@ class Costs:
     """Memory that an action needs only while it runs; or one per kind of action."""
     gather: PerStage = 0.0
     """Time of UNSHARD: gathering the parameters of a sharded stage, beside compute."""
+    gather_block: PerStage | None = None
+    """The part of `gather` for the first block of a stage that is gathered for a single action, block by block: the
+    action starts when it has its first block, and gathers the others while it runs; defaults to `gather`."""
     reduce: PerStage = 0.0
     """Time of REDUCE_GRAD: reducing the gradients of a sharded stage, beside compute."""
     gathered: PerStage = 0.0

@@ -35,7 +35,7 @@ def _levels(schedule: Schedule, costs: Costs, part: slice) -> tuple[Floats, Floa
     both = during[head] + transient[head + 1]
     during[head] = during[head + 1] = both
     after[head] = both
-    if schedule.sharding is not None:
+    if schedule.sharding is not None and (np.any(costs.gathered) or np.any(costs.unreduced)):
         here, then = shard_levels(schedule, costs, part)
         return during + here, after + then
     return during, after

@@ -7,14 +7,13 @@ from functools import partial, reduce
 import numpy as np
 
 from stageline.common.errors import CostError, shorten
-from stageline.schedules.action import REDUCE_GRAD, RESHARD, UNSHARD, W
 from stageline.schedules.dependencies import Graph
 from stageline.schedules.schedule import Schedule
-from stageline.schedules.sharding import Sharding
 from stageline.schedules.verify import ensure_progress
 from stageline.timeline.costs import Costs, Floats, per_stage
+from stageline.timeline.sharded import run_sharded
 from stageline.timeline.sharing import Shared, run_shared
-from stageline.timeline.timeline import ComputedTransfers, ShardTimes, Timeline, Transfers
+from stageline.timeline.timeline import ComputedTransfers, Timeline, Transfers
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
@@ -51,7 +50,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     elif schedule.sharding is None:
         start, end = _run(graph, durations(schedule, costs), hop_times(schedule, costs))
     else:
-        start, end, shards = _run_sharded(schedule, schedule.sharding, costs, hop_times(schedule, costs))
+        start, end, shards = run_sharded(schedule, costs, durations(schedule, costs), hop_times(schedule, costs))
     moved = transfers or ComputedTransfers(partial(_transfers_to, schedule, costs, end), schedule.num_actions)
     return Timeline(schedule=schedule, start=start, end=end, transfers=moved, costs=costs, shards=shards)
 
@@ -120,59 +119,3 @@ def _run(graph: Graph, duration: Floats, hop: Floats) -> tuple[Floats, Floats]:
         now += taken.take(wave)
         end[wave] = free[ranks] = now
     return graph.by_action(start), graph.by_action(end[:-1])
-
-
-def _run_sharded(
-    schedule: Schedule, sharding: Sharding, costs: Costs, hop: Floats
-) -> tuple[Floats, Floats, ShardTimes]:
-    """Go through the waves as `_run` does, with the shard actions between the entries.
-
-    A gather or reduction starts when the entry before it has ended, and the one before it on its rank. An entry that
-    needs parameters waits for their gather.
-    """
-    graph = schedule.graph
-    length = {UNSHARD: per_stage("gather", costs.gather, schedule.stages)}
-    length[REDUCE_GRAD] = per_stage("reduce", costs.reduce, schedule.stages)
-    inputs = list(zip(graph.sources, graph.by_entry(hop), strict=True))
-    taken = reduce(np.maximum, graph.by_entry(durations(schedule, costs)))
-    needs = [part.tolist() for part in graph.by_entry(np.where(schedule.action_kinds == W, 0, schedule.stage_ids + 1))]
-    before = _shards_before(schedule, sharding)
-    end, start = np.zeros(graph.entries + 1), np.zeros(graph.entries)
-    free = [0.0] * schedule.ranks
-    shard_start, shard_end = np.zeros(len(sharding)), np.zeros(len(sharding))
-    queue = np.zeros(schedule.ranks)
-    ready = np.zeros((schedule.ranks, schedule.stages + 1))  # column 0: nothing needed
-
-    def run_shards(entry: int, rank: int, now: float) -> None:
-        for index in before.get((rank, entry), ()):
-            kind, stage = int(sharding.kinds[index]), int(sharding.stage_ids[index])
-            shard_start[index] = shard_end[index] = now
-            if kind != RESHARD:
-                shard_start[index] = max(now, queue[rank])
-                queue[rank] = shard_end[index] = shard_start[index] + length[kind][stage]
-            if kind == UNSHARD:
-                ready[rank, stage + 1] = shard_end[index]
-
-    for ranks, wave in graph.walk():
-        for rank, entry in zip(ranks.tolist(), wave.tolist(), strict=True):
-            now = free[rank]
-            run_shards(entry, rank, now)
-            for source, wait in inputs:
-                now = max(now, float(end[source[entry]] + wait[entry]))
-            start[entry] = max(now, *(float(ready[rank, stages[entry]]) for stages in needs))
-            end[entry] = free[rank] = float(start[entry] + taken[entry])
-    for rank, last in enumerate(graph.first[1:].tolist()):
-        run_shards(last, rank, free[rank])
-    return graph.by_action(start), graph.by_action(end[:-1]), ShardTimes(shard_start, shard_end)
-
-
-def _shards_before(schedule: Schedule, sharding: Sharding) -> dict[tuple[int, int], list[int]]:
-    """Return the shard actions before each entry of a rank; those after its last one are at the entry that follows."""
-    graph, before = schedule.graph, dict[tuple[int, int], list[int]]()
-    for rank in range(schedule.ranks):
-        for index in sharding.of_rank(rank):
-            at = int(sharding.places[index])
-            last = at == schedule.bounds[rank + 1]
-            entry = graph.first[rank + 1] if last else graph.entries_of(np.array([at]))[0]
-            before.setdefault((rank, int(entry)), []).append(index)
-    return before

@@ -14,7 +14,7 @@ from stageline.common.errors import StagelineError
 from stageline.distributed.bootstrap import check_environment
 from stageline.model.build.build import describe
 from stageline.model.split import split
-from stageline.runtime.setup.tensor_parallel import plan_of
+from stageline.model.tp_plan import plan_of
 from stageline.train.checkpoint.reader import at_step
 from stageline.train.checkpoint.remote import checkpoint_folder, location
 from stageline.train.config.config import Config

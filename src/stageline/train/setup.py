@@ -451,7 +451,7 @@ def choose_schedule(
     half = config.training.dtype == "bfloat16"
     request: dict[str, Any] = {
         "profile": profile,
-        "ranks": ranks,
+        "ranks": ranks if mesh is None else None,
         "mesh": mesh,
         "cores": list(shares),
         "overhead": overhead,

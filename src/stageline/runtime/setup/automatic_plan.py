@@ -128,7 +128,7 @@ def _plan(
     return plan(
         model,
         beside(model, first_samples(example, size)),
-        ranks=ranks,
+        ranks=ranks if mesh is None else None,
         mesh=mesh,
         batch=whole if microbatches is None else None,
         microbatches=microbatches,

@@ -12,6 +12,7 @@ from torch import nn
 from stageline.common.errors import StagelineError, shorten
 from stageline.model.build.build import Description
 from stageline.model.stage_module.stage_module import StagePart
+from stageline.model.tp_plan import plan_of
 from stageline.model.units import layers_of
 from stageline.runtime._torch_private import attributes_of, parameters_of
 from stageline.runtime.guards.cut_layers import refuse_mixed_optimizers, watch_cut_layers
@@ -21,7 +22,6 @@ from stageline.runtime.setup.tensor_parallel import (
     dimension_to_shard,
     head_counts,
     kept_whole,
-    plan_of,
     refuse_uneven,
 )
 from stageline.runtime.setup.ties import tied_names

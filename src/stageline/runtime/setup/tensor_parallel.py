@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from stageline.common.errors import StagelineError
+from stageline.model.tp_plan import HEADS, style_of
 from stageline.runtime._torch_private import is_packed, joins_packed_parts, packed_shard, parameters_of, pytree
 from stageline.tensors.sharded import is_sharded
 
@@ -29,51 +30,8 @@ WHOLE = ("replicate", "sequence_parallel")
 """Styles that leave a layer whole."""
 FIRST_DIMENSION = {"colwise", "colwise_rep", "colwise_gather_output", "embedding_rowwise"}
 """Styles that cut the first dimension of a weight."""
-HEADS = (
-    "num_attention_heads", "num_key_value_heads", "num_heads", "num_kv_heads", "n_heads", "n_kv_heads", "n_head",
-    "heads", "nhead",
-)  # fmt: skip
-"""What attention layers and their configs call the number of their heads."""
 OF_HEADS = re.compile(r"(to_|w)?(q|k|v|kv|qkv|query|key|value)(_.*)?|c_attn|in_proj")
 """Names of layers whose outputs are heads."""
-
-
-def plan_of(model: nn.Module) -> dict[str, str]:
-    """The tensor-parallel plan of a model, by names of its modules; empty if neither it nor a module in it has one.
-
-    >>> model = nn.Sequential(nn.Linear(2, 2))
-    >>> plan_of(model)
-    {}
-    >>> model.tp_plan = {"*": "colwise"}
-    >>> plan_of(nn.Sequential(model, nn.Tanh(), model))
-    {'0.*': 'colwise'}
-    """
-    plans: dict[str, str] = {}
-    inside: list[str] = []  # a module's plan covers what is in it
-    for path, module in model.named_modules():
-        if any(not outer or path.startswith(f"{outer}.") for outer in inside):
-            continue
-        for attribute in ("tp_plan", "_tp_plan"):
-            # An adapter passes on the attributes of the model that it wraps, and has other names.
-            own = attribute in vars(module) or hasattr(type(module), attribute)
-            plan = getattr(module, attribute) if own else None
-            if isinstance(plan, Mapping) and plan:
-                plans |= {f"{path}.{name}" if path else name: str(style) for name, style in plan.items()}
-                inside.append(path)
-                break
-    return plans
-
-
-def style_of(plan: Mapping[str, str], name: str) -> str | None:
-    """The style of a module or parameter; None if a plan does not name it.
-
-    >>> style_of({"layers.*.up": "colwise"}, "layers.3.up"), style_of({"0.*": "rowwise"}, "0.1")
-    ('colwise', 'rowwise')
-    """
-    parts = name.split(".")
-    numbered = ["*" if part.isdigit() else part for part in parts]
-    keys = (".".join([*parts[:exact], *numbered[exact:]]) for exact in range(len(parts) + 1))
-    return next((plan[key] for key in keys if key in plan), None)
 
 
 def kept_whole(plan: Mapping[str, str], tied: Iterable[Sequence[str]]) -> set[str]:

@@ -1,0 +1,56 @@
+"""A model's own plan for tensor parallel: the styles in which its layers are cut, by their names.
+
+    {"layers.*.attention.q": "colwise", "layers.*.attention.o": "rowwise"}
+
+Hugging Face models have one, and any other model may have one as its attribute `tp_plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+HEADS = (
+    "num_attention_heads", "num_key_value_heads", "num_heads", "num_kv_heads", "n_heads", "n_kv_heads", "n_head",
+    "heads", "nhead",
+)  # fmt: skip
+"""What attention layers and their configs call the number of their heads."""
+
+
+def plan_of(model: nn.Module) -> dict[str, str]:
+    """The tensor-parallel plan of a model, by names of its modules; empty if neither it nor a module in it has one.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2))
+    >>> plan_of(model)
+    {}
+    >>> model.tp_plan = {"*": "colwise"}
+    >>> plan_of(nn.Sequential(model, nn.Tanh(), model))
+    {'0.*': 'colwise'}
+    """
+    plans: dict[str, str] = {}
+    inside: list[str] = []  # a module's plan covers what is in it
+    for path, module in model.named_modules():
+        if any(not outer or path.startswith(f"{outer}.") for outer in inside):
+            continue
+        for attribute in ("tp_plan", "_tp_plan"):
+            # An adapter passes on the attributes of the model that it wraps, and has other names.
+            own = attribute in vars(module) or hasattr(type(module), attribute)
+            plan = getattr(module, attribute) if own else None
+            if isinstance(plan, Mapping) and plan:
+                plans |= {f"{path}.{name}" if path else name: str(style) for name, style in plan.items()}
+                inside.append(path)
+                break
+    return plans
+
+
+def style_of(plan: Mapping[str, str], name: str) -> str | None:
+    """The style of a module or parameter; None if a plan does not name it.
+
+    >>> style_of({"layers.*.up": "colwise"}, "layers.3.up"), style_of({"0.*": "rowwise"}, "0.1")
+    ('colwise', 'rowwise')
+    """
+    parts = name.split(".")
+    numbered = ["*" if part.isdigit() else part for part in parts]
+    keys = (".".join([*parts[:exact], *numbered[exact:]]) for exact in range(len(parts) + 1))
+    return next((plan[key] for key in keys if key in plan), None)

@@ -1,0 +1,192 @@
+"""The costs of stages in a mesh: what tensor parallel, gathers and reductions add, and ranks of different speed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from stageline.model.partition.partition import spans_of
+from stageline.model.profile import Layer, Profile
+from stageline.planning.costs import TIMES, Links, Recompute, StateBytes, stage_costs
+from stageline.planning.network import Network, all_gather, all_reduce
+from stageline.planning.tensor_parallel import TensorParallel
+from stageline.schedules.schedule import Schedule
+from stageline.schedules.sharding import lower_sharding
+from stageline.timeline.costs import Costs, Floats
+
+BUCKET = 25 * 2**20
+"""Bytes of gradients that replicas add up at a time."""
+FLOAT32 = 4.0
+"""Replicas add gradients up in float32 at least."""
+
+
+class Collectives(NamedTuple):
+    """Seconds of a step that a rank spends in collectives."""
+
+    tensor_parallel: float = 0.0
+    """Within its actions."""
+    gathers: float = 0.0
+    """Beside its actions, as reductions are."""
+    reductions: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The sum of all kinds."""
+        return sum(self)
+
+
+@dataclass(frozen=True)
+class MeshTime:
+    """What the other dimensions of a mesh, and the speed of the ranks, do to the time of a pipeline."""
+
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    network: Network = field(default_factory=Network)
+    tensor_parallel: TensorParallel = field(default_factory=TensorParallel)
+    speed: tuple[float, ...] | None = None
+    """The relative speed of every pipeline rank; None if they are as fast as the profile."""
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all pipeline ranks are alike."""
+        return self.speed is None and self.network.is_uniform
+
+    @property
+    def reduces(self) -> bool:
+        """Whether gathers or reductions take time."""
+        known = {*self.network.rate, *(name for name, value in self.network.latency.items() if np.any(value))}
+        return not known.isdisjoint(("dp_shard", "dp_replicate"))
+
+    @property
+    def notes(self) -> list[str]:
+        """What is assumed."""
+        others = [name for name, size in self.mesh.items() if name != "pp" and size > 1]
+        notes = []
+        if others and not self.network.rate:
+            notes.append(f"without bandwidth=, collectives along {' and '.join(others)} take no time")
+        if self.tensor_parallel.parts > 1 and self.tensor_parallel.units is None:
+            notes.append(
+                "tp: no tp_plan is known, so all parameters and the time of every unit are divided, with two "
+                "all-reduces of its output in the forward and two in the backward, as in Megatron"
+            )
+        return notes
+
+    def layer_seconds(self, profile: Profile, recompute: bool) -> list[float]:
+        """Return the time of every layer in a step, for a cut: with the collectives of tensor parallel."""
+        rank = [0] * len(profile.layers)
+        seconds = np.array([layer.seconds + recompute * layer.forward for layer in profile.layers])
+        if self.tensor_parallel.parts > 1:
+            sent, hops = (
+                [layer.seconds + recompute * layer.forward for layer in part.layers]
+                for part in self.tensor_parallel.traffic(profile)
+            )
+            seconds = seconds + self.network.seconds("tp", sent, hops, rank)
+        return [float(value) for value in seconds]
+
+    def costs(
+        self,
+        profile: Profile,
+        counts: Sequence[int],
+        recompute: Recompute,
+        rank_of: Sequence[int],
+        states: StateBytes,
+        overhead: float = 0.0,
+    ) -> Costs:
+        """Return the costs of stages on their ranks."""
+        links = self.network.links
+        costs = stage_costs(profile, counts, recompute, links)
+        times: dict[str, Any] = {name: np.asarray(getattr(costs, name), dtype=np.float64) for name in TIMES}
+        times["forward"] = times["forward"] + overhead
+        if self.speed is not None:
+            times = {name: value / np.asarray(self.speed)[list(rank_of)] for name, value in times.items()}
+        for name, value in self._tensor_parallel_times(profile, counts, recompute, rank_of).items():
+            times[name] = times[name] + value
+        costs = replace(costs, **{name: value.tolist() for name, value in times.items()})
+        shard_costs: dict[str, Any] = self._shard_costs(profile, counts, rank_of, states)
+        return replace(costs, **shard_costs)
+
+    def _tensor_parallel_times(
+        self, profile: Profile, counts: Sequence[int], recompute: Recompute, rank_of: Sequence[int]
+    ) -> dict[str, Floats]:
+        """Return the time that the actions of every stage spend in collectives."""
+        if self.tensor_parallel.parts == 1:
+            return {}
+        sent, hops = (stage_costs(part, counts, recompute, Links()) for part in self.tensor_parallel.traffic(profile))
+        return {name: self.network.seconds("tp", getattr(sent, name), getattr(hops, name), rank_of) for name in TIMES}
+
+    def collectives(
+        self,
+        profile: Profile,
+        counts: Sequence[int],
+        recompute: Recompute,
+        rank_of: Sequence[int],
+        states: StateBytes,
+        microbatches: int,
+    ) -> Collectives:
+        """Return the time of all collectives on the rank that has most of them."""
+        ranks = max(rank_of) + 1
+        inside = self._tensor_parallel_times(profile, counts, recompute, rank_of)
+        beside = self._shard_costs(profile, counts, rank_of, states)
+        gathers = 2 * microbatches if states.by_block else 1
+        none = np.zeros(len(counts))
+        parts = [
+            microbatches * (inside.get("forward", none) + inside.get("backward", none)),
+            gathers * np.asarray(beside.get("gather", none)),
+            np.asarray(beside.get("reduce", none)),
+        ]
+        by_rank = np.stack([np.bincount(np.asarray(rank_of), part, ranks) for part in parts])
+        return Collectives(*map(float, by_rank[:, int(np.argmax(by_rank.sum(axis=0)))]))
+
+    def fastest(self) -> MeshTime:
+        """Return the same with the best link of each dimension everywhere, and equal ranks: for bounds."""
+        network = Network(
+            Links(),
+            {name: float(np.min(value)) for name, value in self.network.latency.items()},
+            {name: float(np.max(value)) for name, value in self.network.rate.items()},
+        )
+        return replace(self, network=network, speed=None)
+
+    def _shard_costs(
+        self, profile: Profile, counts: Sequence[int], rank_of: Sequence[int], states: StateBytes
+    ) -> dict[str, list[float]]:
+        """Return the times of gathers and reductions of every stage, without those that take none."""
+        shards, replicas = (self.mesh.get(name, 1) for name in ("dp_shard", "dp_replicate"))
+        parts = [profile.layers[start:stop] for start, stop in spans_of(counts)]
+        times: dict[str, list[float]] = {}
+        if shards > 1:
+            gathers = [self._gathers(layers, shards, rank) for layers, rank in zip(parts, rank_of, strict=True)]
+            times["gather"] = [sum(units) for units in gathers]
+            times["gather_block"] = [max(units[:1] + units[-1:], default=0.0) for units in gathers]
+        if shards > 1 or replicas > 1:
+            times["reduce"] = [
+                self._reduction(layers, shards, replicas, rank, states)
+                for layers, rank in zip(parts, rank_of, strict=True)
+            ]
+        return times if any(map(any, times.values())) else {}
+
+    def _gathers(self, layers: Sequence[Layer], shards: int, rank: int) -> list[float]:
+        """Return the time to gather each unit that has parameters."""
+        sizes = [layer.parameters for layer in layers if layer.parameters]
+        return [float(self.network.seconds("dp_shard", *all_gather(size, shards), [rank]).item()) for size in sizes]
+
+    def _reduction(self, layers: Sequence[Layer], shards: int, replicas: int, rank: int, states: StateBytes) -> float:
+        """Return the time to reduce the gradients of a stage: over the shards, then over the replicas."""
+        seconds = 0.0
+        parameters = [layer.parameters for layer in layers if layer.parameters]
+        for size in parameters:
+            sent, hops = all_gather(size * states.gradient_ratio, shards)
+            seconds += float(self.network.seconds("dp_shard", sent, hops, [rank]).item())
+        wide = max(states.gradient_ratio, FLOAT32 / states.parameter)
+        held = sum(parameters) * wide / shards
+        sent, hops = all_reduce(held, replicas)
+        return seconds + float(self.network.seconds("dp_replicate", sent, hops * ceil(held / BUCKET), [rank]).item())
+
+
+def lowered(schedule: Schedule, costs: Costs, mesh: Mapping[str, int], reshard: Any) -> Schedule:
+    """Return the schedule with its shard actions, if they take time."""
+    if not np.any(costs.gather) and not np.any(costs.reduce):
+        return schedule
+    return lower_sharding(schedule, reshard_after_forward=reshard, gathers=mesh.get("dp_shard", 1) > 1)
