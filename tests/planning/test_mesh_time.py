@@ -38,7 +38,7 @@ def test_shards_gather_parameters_and_reduce_gradients_around_a_ring() -> None:
     assert shard_times(best) == [("UNSHARD", 6.0), ("RESHARD", 0.0), ("REDUCE_GRAD", 6.0)]
     assert best.step_seconds == pytest.approx(alone.step_seconds + 6 + 6)
     late = plan(mesh={"pp": 2, "dp_shard": 4}, bandwidth={"pp": 1e9, "dp_shard": 100}, transfer={"dp_shard": 0.5})
-    assert late.collectives == (0, 6 + 2 * 3 * 0.5, 6 + 2 * 3 * 0.5)
+    assert list(late.collectives) == [0, 6 + 2 * 3 * 0.5, 6 + 2 * 3 * 0.5]
     assert late.step_seconds == pytest.approx(alone.step_seconds + 9 + 9)
 
 
@@ -139,8 +139,8 @@ def test_the_cut_follows_the_speed_of_the_ranks() -> None:
     both = plan(6, mesh={"pp": 2, "dp_shard": 2}, speed=[1, 1, 1, 0.5], bandwidth=1e9)
     assert both.layers_per_stage == (4, 2)  # the slowest process of a pipeline rank counts
     v_shaped = plan(12, ranks=2, speed=[1.0, 0.5], schedule="zb-v")
-    loads = [sum(v_shaped.costs.forward[stage] for stage in stages) for stages in ((0, 3), (1, 2))]  # type: ignore[index]
-    assert loads[0] == pytest.approx(loads[1])
+    first, second, third, fourth = v_shaped.costs.times(4)[0].tolist()
+    assert first + fourth == pytest.approx(second + third)
 
 
 def test_speed_leaves_collectives_alone() -> None:
