@@ -4,6 +4,7 @@
 # make test     install, then run every check: lint, format, types, tests, doctests
 # make test-mesh    every layout of a mesh (FSDP2, tensor parallel, replicas) with every schedule
 # make test-hosts   every launcher, many hosts (network namespaces) and every recovery
+# make docs     build the website of the documentation into site/, and check all its links
 # make format   fix and format with ruff
 # make bench    run the benchmarks; each prints ratios against a peer in the same run
 
@@ -16,7 +17,7 @@ CONFIG ?=
 ARGS ?=
 JOBS ?= 3
 
-.PHONY: install train test lint types unit test-mesh test-hosts format bench clean
+.PHONY: install train test lint types unit test-mesh test-hosts docs format bench clean
 
 install: $(STAMP)
 
@@ -51,6 +52,13 @@ test-mesh: install
 test-hosts: install
 	$(BIN)/python -m pytest -q -m host_matrix tests
 
+# Only the first build needs the network, to install mkdocs.
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: install
+	@$(BIN)/python -c 'import material' 2>/dev/null || $(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m mkdocs build --strict
+	@echo 'open site/index.html, or with search: $(BIN)/python -m http.server -b 127.0.0.1 -d site'
+
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -82,4 +90,4 @@ bench: install
 	$(BIN)/python benchmarks/resume.py
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import stageline as sl
-from stageline.cli.app import run
+from stageline.cli.app import VERBS, run
 from stageline.schedules.rules import RULES
 
 ROOT = Path(__file__).parent.parent
@@ -47,6 +49,25 @@ def test_the_chart_in_the_readme_is_what_its_command_prints(capsys: pytest.Captu
     assert command is not None
     assert run(command.group(1).split()) == 0
     assert f"```text\n{capsys.readouterr().out}```" in text
+
+
+def test_the_reference_has_every_public_name_and_every_verb() -> None:
+    pages = runpy.run_path(str(ROOT / "docs/make_reference.py"))["pages"]()
+    text = "\n".join(pages.values())
+    for name in set(sl.__all__) - {"__version__"}:
+        assert f"\n## {name}\n" in text
+    for verb in VERBS:
+        assert f"\n## stageline {verb}" in pages["reference/cli.md"]
+
+
+def test_the_website_has_no_broken_link_and_needs_no_network(tmp_path: Path) -> None:
+    pytest.importorskip("material", reason="mkdocs-material is not installed: pip install '.[docs]'")
+    site = tmp_path / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(ROOT / "mkdocs.yml"), "-d", str(site)]
+    built = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert built.returncode == 0, built.stderr
+    for page in site.rglob("*.html"):
+        assert not re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="(?:https?:)?//[^"]*', page.read_text())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
