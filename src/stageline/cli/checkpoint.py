@@ -34,8 +34,11 @@ CheckpointPath = Annotated[
 class Format(StrEnum):
     """Format of a converted model."""
 
-    stageline = "stageline"
+    auto = "auto"
+    huggingface = "huggingface"
     safetensors = "safetensors"
+    stageline = "stageline"
+    dcp = "dcp"
 
 
 def root() -> None:
@@ -127,30 +130,57 @@ def list_(path: CheckpointPath, json: Json = False) -> None:
 
 
 def convert(
-    path: CheckpointPath,
+    path: Annotated[
+        str,
+        Argument(
+            metavar="PATH",
+            help="A checkpoint (step-00000100), a folder of them, or a checkpoint of torch.distributed.checkpoint.",
+            show_default=False,
+        ),
+    ],
     out: Annotated[Path, Argument(metavar="OUT", help="A new folder, or a new .safetensors file.", show_default=False)],
     dtype: Annotated[
         str | None,
         Option("--dtype", metavar="DTYPE", help="Convert floating point: float32, bfloat16, float16, float64."),
     ] = None,
     format: Annotated[
-        Format, Option("--format", metavar="FORMAT", help="safetensors; or stageline, which adds checksums.")
-    ] = Format.safetensors,
+        Format,
+        Option(
+            "--format",
+            metavar="FORMAT",
+            help="huggingface, for from_pretrained; safetensors, with the names of the parameters; stageline, which "
+            "adds checksums; dcp, of torch.distributed.checkpoint; or auto: huggingface where that is possible, else "
+            "safetensors.",
+        ),
+    ] = Format.auto,
     max_shard_size: Annotated[str, Option(metavar="SIZE", help="Largest size of a file: 4GB, 500MB, 1GiB.")] = "4GB",
+    trust_pickle: Annotated[
+        bool, Option("--trust-pickle", help="Read the pickled metadata of a DCP checkpoint; that can run code.")
+    ] = False,
 ) -> None:
-    """Write the model without the optimizer, for from_pretrained and sl.load_weights.
+    """Write the model without the optimizer, for from_pretrained, sl.load_weights or torch.distributed.checkpoint.
 
-    Of a folder of checkpoints, the newest intact one is used. Nothing is overwritten.
+    Of a folder of checkpoints, the newest intact one is used. Nothing is overwritten. The built-in GPT is written as a
+    GPT-2 of transformers, and a model with a LoRA adapter as the adapter, which peft opens.
 
     Examples:
       stageline checkpoint convert outputs/checkpoint model --dtype bfloat16
       stageline checkpoint convert checkpoint/step-00000100 model.safetensors
+      stageline checkpoint convert outputs/checkpoint model --format dcp
+      stageline checkpoint convert torchtitan/step-1000 model --trust-pickle
     """
     from stageline.train.checkpoint.convert import convert as write
 
     max_bytes = int(parse_size(max_shard_size, "--max-shard-size"))
     if max_bytes < 1:
         raise StagelineError(f"--max-shard-size must be at least 1 byte, got {shorten(max_shard_size)}")
+    if (Path(path) / ".metadata").is_file():
+        from stageline.train.checkpoint.dcp import dcp_model
+
+        tensors = dcp_model(path, trust_pickle=trust_pickle)
+        written = write(tensors, out, dtype=dtype, format=format.value, max_shard_bytes=max_bytes)
+        typer.echo(f"wrote the model of {path} to {written}")
+        return
     with _intact_checkpoint(path) as checkpoint:
         written = write(checkpoint, out, dtype=dtype, format=format.value, max_shard_bytes=max_bytes)
         typer.echo(f"wrote the model of {checkpoint.path} to {written}")

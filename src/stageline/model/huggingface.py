@@ -10,7 +10,9 @@ from __future__ import annotations
 import inspect
 import json
 import sys
+import tempfile
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -149,6 +151,40 @@ def collect(outputs: dict[str, tuple[Any, ...]]) -> None:
     for name, items in outputs.items():
         if name in lists:
             lists[name].extend(items)
+
+
+# Adapters of peft
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapter in a model, as peft saves it."""
+
+    config: bytes
+    """The contents of adapter_config.json."""
+    names: dict[str, str]
+    """The name in adapter_model.safetensors of each of its parameters."""
+
+
+def adapter_of(model: nn.Module) -> Adapter | None:
+    """Return the active adapter of a model of peft; None for other models."""
+    library: Any = sys.modules.get("peft")
+    if library is None or not isinstance(model, library.PeftModel):
+        return None
+    peft_model: Any = model
+    config = copy(peft_model.peft_config[peft_model.active_adapter])
+    config.inference_mode = True
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = getattr(peft_model.get_base_model(), "name_or_path", None)
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        text = Path(folder, "adapter_config.json").read_bytes()
+    state = model.state_dict(keep_vars=True)
+    saved = library.get_peft_model_state_dict(
+        model, dict(state), adapter_name=peft_model.active_adapter, save_embedding_layers=False
+    )
+    places = {id(tensor): name for name, tensor in state.items()}
+    return Adapter(text, {places[id(tensor)]: name for name, tensor in saved.items() if id(tensor) in places})
 
 
 # Models described by a config.json

@@ -21,6 +21,8 @@ from stageline.distributed.rank_host import Collectives, decide_together
 from stageline.model.build.weights import load_weights
 from stageline.runtime.pipeline import Pipeline
 from stageline.train.checkpoint import Checkpoint, open_checkpoint, published, step_name
+from stageline.train.checkpoint.convert import convert
+from stageline.train.checkpoint.folder import remove_tree
 from stageline.train.checkpoint.manifest import MANIFEST
 from stageline.train.checkpoint.reader import at_step
 from stageline.train.checkpoint.remote import Location, checkpoint_folder, is_remote, location
@@ -40,6 +42,7 @@ from stageline.train.pipeline_state import (
     undamaged,
     writer_number,
 )
+from stageline.train.run_folder import ADAPTER
 from stageline.train.setup import Setup
 from stageline.train.step import LossScale
 
@@ -114,6 +117,7 @@ def job_state(setup: Setup, progress: TrainingProgress, scale: LossScale) -> dic
         "validation_owed": progress.validation_pending,
         "random": random_state(),
         "threads": torch.get_num_threads(),
+        **({"adapter": setup.task.adapter_names} if setup.task.adapter_names else {}),
     }
 
 
@@ -214,6 +218,15 @@ class JobCheckpoints:
         """Wait for the last checkpoint; if it failed, raise on every process."""
         self._on_all(self._writer.wait)
         self.report()
+        if self._layout.main and self._setup.task.adapter_names and self._writer.last is not None:
+            self._write_adapter(self._writer.last.step)
+
+    def _write_adapter(self, step: int) -> None:
+        """Write the adapter of a checkpoint as peft loads it."""
+        target = self._setup.folder.path / ADAPTER
+        with open_checkpoint(at_step(self._writer.folder, step)) as checkpoint:
+            remove_tree(target)
+            convert(checkpoint, target, format="huggingface")
 
     @property
     def failed(self) -> bool:

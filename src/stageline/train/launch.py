@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from stageline.common.errors import LaunchError, PipelineError, StagelineError
@@ -24,11 +24,22 @@ def train_on(processes: int, config: Config) -> None:
 
     Ctrl-C and SIGTERM are passed on to the ranks, which save and stop. An error of several ranks is raised once.
     """
-    launcher = ProcessLauncher(forwards=(signal.SIGINT, signal.SIGTERM))
     options = config.recovery
     recovery = Recovery(options.max_restarts, options.on_loss, options.spares)
-    job = Job(train_as_rank, (config.to_dict(),), processes, recovery=recovery, modules=MODULES)
-    outcomes = launcher.run(job)
+    run_on(processes, train_as_rank, (config.to_dict(),), recovery=recovery, modules=MODULES)
+
+
+def run_on(
+    processes: int,
+    function: Callable[..., None],
+    arguments: tuple[Any, ...],
+    *,
+    recovery: Recovery | None = None,
+    modules: tuple[str, ...] = (),
+) -> None:
+    """Call a function on every rank of a job; raise or exit as it would in this process."""
+    launcher = ProcessLauncher(forwards=(signal.SIGINT, signal.SIGTERM))
+    outcomes = launcher.run(Job(function, arguments, processes, recovery=recovery or Recovery(), modules=modules))
     interrupts = launcher.forwarded.count(signal.SIGINT)
     if interrupts and any(outcome.code in (EXIT_CODE, -signal.SIGINT) for outcome in outcomes):
         if interrupts == 1:  # otherwise the first rank has said that it ended at once

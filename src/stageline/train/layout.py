@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -122,6 +124,20 @@ def find_job_layout(config: Config) -> JobLayout:
     local_rank = os.environ.get(SLOT) or os.environ.get(SEAT) or os.environ.get("LOCAL_RANK")
     device = _device(int(local_rank) if local_rank else rank if grouped else 0)
     return JobLayout(ranks, replicas * shards, processes, rank, device, shards, tensors)
+
+
+@contextmanager
+def process_settings(config: Config, layout: JobLayout) -> Iterator[None]:
+    """Set the number of threads and deterministic algorithms for a job, and restore them afterwards."""
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    try:
+        torch.use_deterministic_algorithms(config.training.deterministic or deterministic)
+        if layout.processes == 1 and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, cores() // layout.ranks))  # ranks that are threads share the cores
+        yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+        torch.set_num_threads(threads)
 
 
 def note_on_gpus(config: Config, layout: JobLayout) -> str:

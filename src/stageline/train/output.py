@@ -10,12 +10,10 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from stageline._version import __version__
 from stageline.common.interrupts import StopSignals
@@ -23,15 +21,14 @@ from stageline.common.machine import cores
 from stageline.common.units import format_seconds
 from stageline.distributed.attempts import Attempt
 from stageline.model.huggingface import own_loss
-from stageline.runtime.pipeline import Pipeline
 from stageline.timeline import draw
 from stageline.timeline.timeline import Timeline
 from stageline.train.events import Logs, read_metrics
+from stageline.train.generation import Sampling, generate
 from stageline.train.run_folder import ENVIRONMENT, METRICS, PLANNED, SAMPLE, TIMELINE_PAGE, TIMELINES, timeline_file
 from stageline.train.screen import WARM_UP, put
 from stageline.train.setup import Setup
 from stageline.train.step import StepResult
-from stageline.train.task import evaluating, logits_of
 
 MAX_STEPS = 1000
 """The newest steps, whose median time is printed at the end."""
@@ -170,21 +167,23 @@ class Output:
         options, tokenizer, task = config.sample, setup.data.tokenizer, setup.task
         if not options.tokens or tokenizer is None or not task.predicts_tokens or not setup.tokens:
             return ""
+        prompt = [int(token) for token in tokenizer.encode(options.prompt or "\n")]
         tokens = generate(
             setup.pipe,
-            [int(token) for token in tokenizer.encode(options.prompt or "\n")],
+            prompt,
             options.tokens,
             length=config.training.seq_len,
             share=self._share_token,
-            temperature=options.temperature,
-            seed=config.training.seed,
+            sampling=Sampling(options.temperature, seed=config.training.seed),
             inputs=lambda rows: {"input_ids": rows} if task.loss.function is own_loss else rows,
+            use_cache=not (config.compile.enable or config.compile.cuda_graphs),  # compiled code has a shape for each
         )
+        text = tokenizer.decode([*prompt, *tokens])
         if self._sample_interrupted:
             if self._main:
                 put("sample    none: stopped by a signal")
             return ""
-        return tokenizer.decode(tokens)
+        return text
 
     def _share_token(self, token: int) -> int | None:
         """Give all processes the token of the last stage; None if any of them received a signal."""
@@ -221,44 +220,3 @@ def memory_in_use(device: torch.device) -> int:
         return int(torch.cuda.max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def generate(
-    pipe: Pipeline,
-    prompt: Sequence[int],
-    count: int,
-    *,
-    length: int,
-    share: Callable[[int], int | None],
-    temperature: float = 0.8,
-    seed: int = 0,
-    inputs: Callable[[Tensor], Any] = lambda rows: rows,
-) -> list[int]:
-    """Continue a prompt, with a context of at most `length` tokens; all processes of a pipeline call this together.
-
-    Only the last stage has the logits: `share` gives all processes the token that was drawn there (it is called with -1
-    elsewhere), or returns None to stop early. `inputs` turns rows of tokens into the inputs of the model. The same seed
-    gives the same tokens for any number of ranks.
-
-    >>> model = torch.nn.Sequential(torch.nn.Embedding(4, 8), torch.nn.Linear(8, 4))
-    >>> pipe = Pipeline(model, loss_fn=torch.nn.functional.mse_loss, ranks=2, microbatches=1)
-    >>> len(generate(pipe, [1], 5, length=3, share=lambda token: token))
-    6
-    """
-    tokens = list(prompt)
-    draw = torch.Generator().manual_seed(seed)
-    with evaluating(pipe.model):
-        for _ in range(count):
-            output = pipe.predict(inputs(torch.tensor([tokens[-length:]])))
-            token = share(-1 if output is None else _pick(logits_of(output)[0, -1], temperature, draw))
-            if token is None:
-                break
-            tokens.append(token)
-    return tokens
-
-
-def _pick(logits: Tensor, temperature: float, draw: torch.Generator) -> int:
-    logits = logits.detach().float().cpu()
-    if temperature <= 0:
-        return int(logits.argmax())
-    return int(torch.multinomial(torch.softmax(logits / temperature, 0), 1, generator=draw))

@@ -153,6 +153,8 @@ class Setup:
             name = getattr(self._model, "__name__", type(self._model).__name__)
             task = Task(name, self._model, training.loss, tuple(training.loss_weights), getattr(torch, training.dtype))
         task.user_loss = self._loss_fn
+        if self.data.tokenizer is not None:
+            task.assets = self.data.tokenizer.files() | task.assets
         return task
 
     @cached_property
@@ -386,21 +388,33 @@ class Setup:
         )
 
     def _split_model(self) -> Staged:
-        """Split the model into stages, on the meta device if its constructor can be repeated for a part of it."""
-        stages, counts = self.choice.schedule.stages, self.choice.layers_per_stage
-        try:
-            recipe = describe(self.task.make)
-            for example in (self.example, None):  # a model on the meta device cannot always run
-                with suppress(StagelineError):
-                    staged = split(recipe.model, stages, layers_per_stage=counts, example=example)
-                    return replace(staged, recipe=recipe)
-            reason = "its units can only be found by running it"
-        except StagelineError as error:
-            reason = str(error)
-        if self.layout.processes > 1:
+        """Split the model into stages."""
+        schedule, device, seed = self.choice.schedule, self.layout.device, self.config.training.seed
+        counts = self.choice.layers_per_stage
+        staged, reason = split_model(self.task, schedule.stages, counts, self.example, seed, device)
+        if reason and self.layout.processes > 1:
             self.notes.append(f"every process builds the whole model before it keeps its part: {reason}")
-        model = build(self.task.make, seed=self.config.training.seed, device=self.layout.device, otherwise="construct")
-        return split(model, stages, layers_per_stage=counts, example=self.example)
+        return staged
+
+
+def split_model(
+    task: Task, stages: int, counts: Sequence[int] | None, example: Any, seed: int, device: torch.device
+) -> tuple[Staged, str]:
+    """Split a model into stages, on the meta device if its constructor can be repeated for a part of it; else say why.
+
+    `counts` are the layers of each stage.
+    """
+    try:
+        recipe = describe(task.make)
+        for inputs in (example, None):  # a model on the meta device cannot always run
+            with suppress(StagelineError):
+                staged = split(recipe.model, stages, layers_per_stage=counts, example=inputs)
+                return replace(staged, recipe=recipe), ""
+        reason = "its units can only be found by running it"
+    except StagelineError as error:
+        reason = str(error)
+    model = build(task.make, seed=seed, device=device, otherwise="construct")
+    return split(model, stages, layers_per_stage=counts, example=example), reason
 
 
 OVERHEAD_REPEATS = 6

@@ -19,8 +19,9 @@ from torch.nn import functional
 
 from stageline.common.errors import StagelineError
 from stageline.common.imports import find_function
-from stageline.model.huggingface import HuggingFaceConfig, config_file, own_loss, read_config
+from stageline.model.huggingface import HuggingFaceConfig, adapter_of, config_file, own_loss, read_config
 from stageline.runtime.setup.options import Reduction
+from stageline.train.checkpoint.export_layouts import ADAPTER_CONFIG
 from stageline.train.config.config import Config
 from stageline.train.gpt import GPT
 
@@ -43,6 +44,8 @@ class Task:
     """The loss function that `build` returned with the model."""
     user_loss: Callable[[Any, Any], Any] | None = None
     """A loss function that replaces the named one."""
+    adapter_names: dict[str, str] = field(default_factory=dict)
+    """The names under which peft saves the parameters of an adapter; known once `make` was called."""
 
     def make(self) -> nn.Module:
         """Build the model, with random weights."""
@@ -55,6 +58,9 @@ class Task:
                 "inputs, targets and loss function, of which the last ones may be left out"
             )
         self.model_loss = parts[3] if len(parts) == 4 else None
+        if (adapter := adapter_of(parts[0])) is not None:
+            self.adapter_names = adapter.names
+            self.assets[ADAPTER_CONFIG] = adapter.config
         return parts[0]
 
     @property

@@ -6,17 +6,14 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from stageline.common.interrupts import StopSignals
-from stageline.common.machine import cores
 from stageline.distributed.attempts import number_of
 from stageline.distributed.failures import OutOfMemory
 from stageline.distributed.rank_host import RankHost, decide_together
@@ -37,7 +34,7 @@ from stageline.train.config.io import read_config
 from stageline.train.config.rules import validate
 from stageline.train.data import Data, Loader, Prefetch
 from stageline.train.events import Logs, read_metrics
-from stageline.train.layout import JobLayout, batch_sizes, find_job_layout
+from stageline.train.layout import batch_sizes, find_job_layout, process_settings
 from stageline.train.optimizers import Optimizer, outer_parameters, rate
 from stageline.train.output import Output
 from stageline.train.recovery import JobRecovery, RankReturns, config_for, full_layout
@@ -48,20 +45,6 @@ from stageline.train.step import LossScale, StepResult, TrainingStep, Validation
 
 CONTINUOUS_STEPS = 8
 """Continuous steps between two checks for signals and the time limit."""
-
-
-@contextmanager
-def _process_settings(config: Config, layout: JobLayout) -> Iterator[None]:
-    """Set the number of threads and deterministic algorithms for a job, and restore them afterwards."""
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    try:
-        torch.use_deterministic_algorithms(config.training.deterministic or deterministic)
-        if layout.processes == 1 and "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, cores() // layout.ranks))  # ranks that are threads share the cores
-        yield
-    finally:
-        torch.use_deterministic_algorithms(deterministic)
-        torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)
@@ -144,7 +127,7 @@ class Trainer:
         """Train until the last step, the time limit, an early stop or a signal; every process calls this."""
         self._started = time.monotonic()
         flights, self.logs = flights_into(self.folder.path / FLIGHT), self._new_logs()
-        with _process_settings(self.config, self.layout), flights, StopSignals() as self._stop:
+        with process_settings(self.config, self.layout), flights, StopSignals() as self._stop:
             while True:
                 try:
                     return self._attempt()

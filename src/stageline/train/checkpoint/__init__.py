@@ -1,7 +1,8 @@
 """Checkpoints: atomic, independent of the number of ranks, in safetensors and JSON.
 
 Read in order: `writer`, `shards` (files of tensors, of one writer or several), `folder` (names, publishing,
-synced files), `remote` (object stores), `manifest`, `reader`, `convert`. Nothing here knows a job:
+synced files), `remote` (object stores), `manifest`, `reader`, `convert`,
+`export_layouts` (GPT-2, adapters), `dcp` (checkpoints of torch). Nothing here knows a job:
 `train/checkpoint_state.py` decides what is saved.
 """
 

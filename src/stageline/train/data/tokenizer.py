@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,12 @@ class Bytes:
         values = (int(token) for token in tokens if token != self.separator)
         return bytes(token if 0 <= token < self.size else self.separator for token in values).decode(errors="replace")
 
+    def files(self) -> dict[str, bytes]:
+        """Return a tokenizer.json with the same tokens, and its config, for transformers."""
+        letters = byte_letters()
+        letters[self.separator] = SEPARATORS[0]
+        return tokenizer_files({letter: token for token, letter in enumerate(letters)}, [])
+
 
 class File:
     """A tokenizer.json, as written by the library `tokenizers`.
@@ -82,6 +89,9 @@ class File:
             raise StagelineError(f"the tokenizer {file} has no tokens")
         self.separator = self._find_separator(file.with_name("tokenizer_config.json"))
         self.fingerprint = hashlib.blake2b(contents, digest_size=8).hexdigest()
+        self._files = {"tokenizer.json": contents}
+        with suppress(OSError):
+            self._files["tokenizer_config.json"] = file.with_name("tokenizer_config.json").read_bytes()
 
     def encode(self, text: str) -> NDArray[Any]:
         """Return the tokens of a text, without special tokens around it."""
@@ -97,6 +107,10 @@ class File:
         text: str = self._tokenizer.decode([int(token) for token in tokens])
         return text
 
+    def files(self) -> dict[str, bytes]:
+        """Return the tokenizer.json and its config, if there is one."""
+        return dict(self._files)
+
     def _find_separator(self, config_file: Path) -> int | None:
         try:
             end_token = json.loads(config_file.read_text(encoding="utf-8")).get("eos_token")
@@ -107,6 +121,59 @@ class File:
             if isinstance(name, str) and (token := self._tokenizer.token_to_id(name)) is not None:
                 return int(token)
         return None
+
+
+def byte_letters() -> list[str]:
+    """Return the letter that stands for each byte in a tokenizer.json: itself where it can be printed.
+
+    >>> letters = byte_letters()
+    >>> letters[ord("a")], letters[ord(" ")], len(set(letters))
+    ('a', 'Ġ', 256)
+    """
+    shown = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in shown else next(others)) for byte in range(256)]
+
+
+def tokenizer_files(
+    vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]], pattern: str = ""
+) -> dict[str, bytes]:
+    """Return the tokenizer.json of byte pairs, with their letters, and its config.
+
+    `pattern` divides a text into words, whose bytes are merged; without one, the text is one word.
+    """
+    end = SEPARATORS[0]
+    by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    words = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": dict(vocabulary),
+        "merges": [list(pair) for pair in merges],
+    }
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": vocabulary[end], "content": end, **flags, "special": True}],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [words, by_bytes]} if pattern else by_bytes,
+        "post_processor": None,
+        "decoder": by_bytes,
+        "model": model,
+    }
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "clean_up_tokenization_spaces": False}
+    return {
+        "tokenizer.json": json.dumps(tokenizer, ensure_ascii=False).encode(),
+        "tokenizer_config.json": json.dumps(config, indent=2).encode() + b"\n",
+    }
 
 
 Tokenizer = Bytes | File

@@ -1,0 +1,96 @@
+"""`stageline generate`: continue a prompt with the model of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from typer import Argument, Option
+
+from stageline.common.errors import StagelineError
+from stageline.train.config.config import Parallelism
+from stageline.train.config.io import read_config
+from stageline.train.config.ranks import processes_to_start
+from stageline.train.run_folder import CONFIG
+
+
+def command(
+    run: Annotated[
+        str,
+        Argument(
+            metavar="RUN",
+            help="The folder of a run, such as outputs; or a folder of checkpoints, or one of them.",
+            show_default=False,
+        ),
+    ],
+    prompt: Annotated[
+        str | None, Option("--prompt", help="Text to continue; by default the prompt of the run.")
+    ] = None,
+    tokens: Annotated[int, Option("--tokens", min=1, help="Number of tokens to generate.")] = 200,
+    greedy: Annotated[bool, Option("--greedy", help="Always pick the most likely token.")] = False,
+    temperature: Annotated[float, Option("--temperature", help="Sampling temperature; 0 is greedy.")] = 0.8,
+    top_k: Annotated[int, Option("--top-k", help="Draw from this many of the most likely tokens; 0: from all.")] = 0,
+    top_p: Annotated[
+        float, Option("--top-p", help="Draw from the most likely tokens whose probabilities add up to this.")
+    ] = 1.0,
+    seed: Annotated[int, Option("--seed", min=0, help="Random seed; the same seed draws the same tokens.")] = 0,
+    step: Annotated[int, Option("--step", help="Step of the checkpoint; -1 is the newest intact one.")] = -1,
+    tokenizer: Annotated[
+        str, Option("--tokenizer", metavar="PATH", help="Another tokenizer.json than that of the run.")
+    ] = "",
+    ranks: Annotated[
+        int, Option("-p", "--ranks", min=0, help="Ranks of the pipeline; 0: as many as stageline train starts here.")
+    ] = 0,
+    launcher: Annotated[
+        Literal["processes", "threads"], Option("--launcher", help="How the ranks start on this machine.")
+    ] = "processes",
+) -> None:
+    """Continue a prompt with the newest checkpoint of a run, and print the text as it is generated.
+
+    The model runs on the ranks of a pipeline, as in training: processes of this machine, or the processes of torchrun,
+    SLURM or Ray. The number of ranks does not change the text.
+
+    Examples:
+      stageline generate outputs --prompt "def main("
+      stageline generate outputs --prompt "class " --tokens 400 --temperature 0.7 --top-p 0.9
+      stageline generate outputs --greedy --ranks 2 --launcher threads
+    """
+    from stageline.train.checkpoint.manifest import MANIFEST
+    from stageline.train.checkpoint.remote import checkpoint_folder, location
+
+    where = location(run)
+    if isinstance(where, Path) and (where / CONFIG).is_file():
+        config = read_config(where / CONFIG)
+        where = checkpoint_folder(where, config.checkpoint.folder)
+        prompt = config.sample.prompt if prompt is None else prompt
+    elif not where.exists():
+        raise StagelineError(f"{run} does not exist; expected the folder of a run, such as outputs")
+    check_checkpoints(run, str(where), is_checkpoint=(where / MANIFEST).exists())
+    sampling: dict[str, Any] = {
+        "temperature": 0.0 if greedy else temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "seed": seed,
+    }
+    parallelism = Parallelism(launcher=launcher, pipeline_parallel_degree=ranks or -1)
+    processes = processes_to_start(parallelism)
+
+    from stageline.train.generation import Sampling
+    from stageline.train.generation_job import GenerationRequest, generate_on, generate_text
+
+    Sampling(**sampling)  # raises if a value is out of range
+    request = GenerationRequest(str(where), prompt or "", tokens, sampling, parallelism, step, tokenizer)
+    if processes > 1:
+        generate_on(processes, request)
+    else:
+        generate_text(request)
+
+
+def check_checkpoints(run: str, folder: str, *, is_checkpoint: bool) -> None:
+    """Raise if a run has no checkpoint."""
+    from stageline.train.checkpoint import published
+
+    if not is_checkpoint and not published(folder):
+        raise StagelineError(
+            f"{run} has no checkpoint in {folder}; a run saves one every checkpoint.interval steps and at its end"
+        )
