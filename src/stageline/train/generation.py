@@ -28,7 +28,7 @@ class Sampling:
     >>> Sampling(top_p=1.5)
     Traceback (most recent call last):
         ...
-    stageline.common.errors.StagelineError: top_p is 1.5; it must be above 0 and at most 1
+    stageline.StagelineError: top_p is 1.5; it must be above 0 and at most 1
     """
 
     temperature: float = 0.8
