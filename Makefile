@@ -5,6 +5,7 @@
 # make test-mesh    every layout of a mesh (FSDP2, tensor parallel, replicas) with every schedule
 # make test-hosts   every launcher, many hosts (network namespaces) and every recovery
 # make docs     build the website of the documentation into site/, and check all its links
+# make test-browser  the studio in a real browser: installs playwright, and Chromium through apt where it may
 # make format   fix and format with ruff
 # make bench    run the benchmarks; each prints ratios against a peer in the same run
 
@@ -17,7 +18,7 @@ CONFIG ?=
 ARGS ?=
 JOBS ?= 3
 
-.PHONY: install train test lint types unit test-mesh test-hosts docs format bench clean
+.PHONY: install train test lint types unit test-mesh test-hosts test-browser docs format bench clean
 
 install: $(STAMP)
 
@@ -58,6 +59,10 @@ docs: install
 	@$(BIN)/python -c 'import material' 2>/dev/null || $(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
 	$(BIN)/python -m mkdocs build --strict
 	@echo 'open site/index.html, or with search: $(BIN)/python -m http.server -b 127.0.0.1 -d site'
+test-browser: install
+	$(BIN)/python -m pip install -q playwright
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get install -y -qq chromium >/dev/null; } || echo 'no chromium: install it to run these tests'
+	$(BIN)/python -m pytest -q -n 0 tests/studio
 
 format: install
 	$(BIN)/ruff check --fix .
@@ -88,6 +93,7 @@ bench: install
 	$(BIN)/python benchmarks/training_speed.py
 	$(BIN)/python benchmarks/checkpoint_cost.py
 	$(BIN)/python benchmarks/resume.py
+	$(BIN)/python benchmarks/studio.py
 
 clean:
 	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -19,7 +19,7 @@ TESTS = Path(__file__).parent
 
 LAYERS = (
     "common", "schedules", "timeline", "synthesis", "tensors", "autograd", "model", "planning", "transport", "faults",
-    "distributed", "runtime", "train", "selftest", "cli", "testing",
+    "distributed", "runtime", "train", "selftest", "studio", "cli", "testing",
 )  # fmt: skip
 """From the lowest to the highest, as docs/architecture.md lists them."""
 

@@ -222,7 +222,7 @@ VERBS = [
     "check",
     "train",
 ]
-VERBS += ["report", "synthesize", "plan", "selftest"]
+VERBS += ["report", "studio", "synthesize", "plan", "selftest"]
 
 
 @pytest.mark.parametrize("verb", VERBS)

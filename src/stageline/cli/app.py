@@ -16,8 +16,8 @@ from stageline._version import __version__
 from stageline.common.errors import ScheduleError, StagelineError, in_flags
 
 VERBS = (
-    "train", "launch", "generate", "checkpoint", "report", "families", "show", "verify", "simulate", "compare",
-    "synthesize", "plan", "trace", "doctor", "inspect", "profile", "check", "selftest",
+    "train", "launch", "generate", "checkpoint", "report", "studio", "families", "show", "verify", "simulate",
+    "compare", "synthesize", "plan", "trace", "doctor", "inspect", "profile", "check", "selftest",
 )  # fmt: skip
 """The modules of the verbs. Each has a function `command`, or functions `VERBS` of its own and their `root`."""
 

@@ -227,7 +227,11 @@ def read_profile(path: str | Path) -> Profile:
     >>> read_profile("profile.json").layers[0].parameters
     80
     """
-    text = read_text(Path(path), "profile", CostError)
+    return profile_from_text(read_text(Path(path), "profile", CostError), Path(path))
+
+
+def profile_from_text(text: str, source: str | Path) -> Profile:
+    """Return the profile of a text that `Profile.to_text` made; errors name the source."""
     try:
         data = check_format(parse_json(text), FORMAT, VERSION, "profile")
         layers = [
@@ -240,7 +244,7 @@ def read_profile(path: str | Path) -> Profile:
         threads, repeats = (field(data, name, PositiveInt) for name in ("threads", "repeats"))
         return Profile(tuple(layers), machine, device, torch, threads, repeats)
     except JsonError as error:
-        raise CostError(f"{Path(path)}: {error}") from None
+        raise CostError(f"{source}: {error}") from None
 
 
 def __getattr__(name: str) -> Any:

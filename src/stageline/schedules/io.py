@@ -31,18 +31,7 @@ def write_schedule(schedule: Schedule, path: str | Path) -> None:
     if ending == ".json":
         text: Iterator[str] = schedule_lines(schedule)
     elif ending == ".csv":
-        if schedule.placement.directions > 1:
-            raise ScheduleError(
-                f"{schedule.name} cannot be written as CSV: every stage is on two ranks, one for each direction, and "
-                "torch's CSV has one rank per stage; write .json instead",
-                rule="format",
-            )
-        for rank, program in enumerate(schedule.programs):
-            if not len(program):
-                raise ScheduleError(
-                    f"rank {rank} runs nothing, which torch's CSV cannot express; write .json instead", rule="format"
-                )
-        text = (",".join(map(str, schedule.lowered_program(rank))) + "\n" for rank in range(schedule.ranks))
+        text = csv_lines(schedule)
     else:
         raise ScheduleError(f"unknown format of {target.name!r}: the name must end in .json or .csv", rule="format")
     write_text(target, text, format_error)
@@ -90,6 +79,22 @@ def schedule_lines(schedule: Schedule) -> Iterator[str]:
         "programs": ([str(entry) for entry in schedule.lowered_program(rank)] for rank in range(schedule.ranks)),
     }
     return json_lines(data, ("programs",))
+
+
+def csv_lines(schedule: Schedule) -> Iterator[str]:
+    """Return a schedule as torch's CSV, one line per rank; raise `ScheduleError` if that cannot express it."""
+    if schedule.placement.directions > 1:
+        raise ScheduleError(
+            f"{schedule.name} cannot be written as CSV: every stage is on two ranks, one for each direction, and "
+            "torch's CSV has one rank per stage; write .json instead",
+            rule="format",
+        )
+    for rank, program in enumerate(schedule.programs):
+        if not len(program):
+            raise ScheduleError(
+                f"rank {rank} runs nothing, which torch's CSV cannot express; write .json instead", rule="format"
+            )
+    return (",".join(map(str, schedule.lowered_program(rank))) + "\n" for rank in range(schedule.ranks))
 
 
 def format_error(message: str) -> ScheduleError:

@@ -125,13 +125,22 @@ def _action_inputs(timeline: Timeline, part: slice | None = None) -> tuple[Float
 
 
 def critical_path(timeline: Timeline) -> tuple[TimedAction, ...]:
-    """Return the chain: from the last end, go back to what each action waited for last."""
+    """Return the chain of actions that determines the makespan."""
     from stageline.timeline.timeline import TimedAction
 
-    schedule, graph = timeline.schedule, timeline.schedule.graph
+    schedule, path = timeline.schedule, critical_actions(timeline)
+    return tuple(
+        TimedAction(schedule.where(index)[0], schedule.action(index), *map(float, times))
+        for index, *times in zip(path, timeline.start[path], timeline.end[path], strict=True)
+    )
+
+
+def critical_actions(timeline: Timeline) -> list[int]:
+    """Return the indices of the chain: from the last end, go back to what each action waited for last."""
+    graph = timeline.schedule.graph
     if graph.entries == 0:
-        return ()
-    start, end = entry_times(timeline)
+        return []
+    _, end = entry_times(timeline)
     lead = leads_of(timeline)
     _, arrived = _action_inputs(timeline)
     actions = graph.actions_of_entries()
@@ -140,15 +149,13 @@ def critical_path(timeline: Timeline) -> tuple[TimedAction, ...]:
     path = []
     entry = int(np.argmax(end))
     while True:
-        index = int(lead[entry])
-        rank, _ = schedule.where(index)
-        path.append(TimedAction(rank, schedule.action(index), float(start[entry]), float(end[entry])))
+        path.append(int(lead[entry]))
         waited = [(float(end[entry - 1]), entry - 1)] if entry not in first else []
         for slot in actions:
             mine = int(slot[entry])
             if mine >= 0 and graph.source[mine] >= 0:
                 waited.append((float(arrived[mine]), int(graph.entries_of(graph.source[mine : mine + 1])[0])))
         if not waited:
-            return tuple(reversed(path))
+            return path[::-1]
         # In a tie, stay on the rank.
         entry = max(waited, key=lambda candidate: (candidate[0], candidate[1] == entry - 1))[1]

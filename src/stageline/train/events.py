@@ -115,9 +115,9 @@ class Logs:
                 self._begin(row)
                 self._screen.say(recovery_text(row), "yellow")
             case "validation":
-                self._screen.say(f"validation at step {row['step']}: {_validation(row)}", "magenta")
+                self._screen.say(f"validation at step {row['step']}: {validation_text(row)}", "magenta")
             case "checkpoint":
-                self._screen.say(f"checkpoint of step {row['step']}{_checkpoint(row)}", "blue")
+                self._screen.say(f"checkpoint of step {row['step']}{checkpoint_text(row)}", "blue")
             case "end":
                 self._finish_steps()
                 why = str(row.get("why") or "ended")
@@ -169,14 +169,16 @@ def recovery_text(row: Row) -> str:
     return text if seconds is None else f"{text} after {format_duration(seconds)}"
 
 
-def _validation(row: Row) -> str:
+def validation_text(row: Row) -> str:
+    """The loss of a validation, and how long it took."""
     loss, samples, seconds = (number_or_none(row.get(name)) for name in ("loss", "samples", "seconds"))
     text = "no loss" if loss is None else f"loss {format_loss(loss)}"
     text += "" if samples is None else f" on {samples:,.0f} sample{'s' * (samples != 1)}"
     return text if seconds is None else f"{text}, {format_duration(seconds)}"
 
 
-def _checkpoint(row: Row) -> str:
+def checkpoint_text(row: Row) -> str:
+    """The size of a checkpoint, and how long it took; it starts with a colon."""
     size, seconds, blocked = (number_or_none(row.get(name)) for name in ("bytes", "seconds", "blocked"))
     parts = [] if size is None else [format_size(size, fixed=True)]
     parts += [] if seconds is None else [f"written in {format_duration(seconds)}"]

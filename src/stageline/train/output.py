@@ -47,6 +47,9 @@ class Output:
         self._sample_interrupted = False
         self._seconds: deque[float] = deque(maxlen=MAX_STEPS)
         self._recovery: dict[str, Any] = {}
+        self.memory: tuple[int, ...] = ()
+        """The bytes in use by each process after the last step; empty if they are not known yet."""
+        self._logged_memory: tuple[int, ...] = ()
         self._marks_until = 0
 
     def recovery(self, attempt: Attempt, step: int, state: str, reported: int, *, mark_all: bool) -> None:
@@ -119,7 +122,9 @@ class Output:
             memory=memory_in_use(setup.layout.device),
             **({"scale": result.scale, "skipped": result.skipped} if scaled else {}),
             **({"recovery": self._recovery} if step <= self._marks_until else {}),
+            **({"memory_by_process": self.memory} if self.memory != self._logged_memory else {}),
         )
+        self._logged_memory = self.memory
         for replan in setup.pipe.replans[self._num_replans :]:
             self._planned = replan.timeline
             self._logs.event("replan", step=step, said=str(replan), before=replan.before, after=replan.after)

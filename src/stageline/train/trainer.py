@@ -36,7 +36,7 @@ from stageline.train.data import Data, Loader, Prefetch
 from stageline.train.events import Logs, read_metrics
 from stageline.train.layout import batch_sizes, find_job_layout, process_settings
 from stageline.train.optimizers import Optimizer, outer_parameters, rate
-from stageline.train.output import Output
+from stageline.train.output import Output, memory_in_use
 from stageline.train.recovery import JobRecovery, RankReturns, config_for, full_layout
 from stageline.train.run_folder import FLIGHT, METRICS, RunFolder
 from stageline.train.screen import put
@@ -429,6 +429,7 @@ class Trainer:
             recovery.wanted_interval,
             returns,
             recovery.pending,
+            memory_in_use(self.layout.device),
         )
         flags = np.zeros((self.layout.processes, len(row)))
         flags[self.layout.rank] = row
@@ -436,7 +437,9 @@ class Trainer:
             flags = self.host.all_reduce(flags.reshape(-1)).reshape(-1, len(row))
         if flags[:, 2].any():
             self.checkpoints.fail(int(flags[:, 2].argmax()))
-        number, any_timed_out, _, interval, any_returns, pending = flags.max(axis=0)
+        number, any_timed_out, _, interval, any_returns, pending, _ = flags.max(axis=0)
+        if self.layout.processes > 1:
+            self.output.memory = tuple(int(size) for size in flags[:, -1] if size)
         recovery.agree_on_interval(interval, pending=bool(pending))
         self._rank_returns = bool(any_returns)
         if number:

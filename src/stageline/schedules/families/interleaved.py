@@ -46,7 +46,9 @@ def interleaved_zb(ranks: int, microbatches: int, *, chunks: int = 2, group: int
     return _interleaved(ranks, microbatches, chunks, group, split=True)
 
 
-@family("forward-only", "inference: forwards alone", constraints="any chunks V ≥ 1; group defaults to P")
+@family(
+    "forward-only", "inference: forwards alone", constraints="any chunks V ≥ 1; group defaults to P", training=False
+)
 def forward_only(ranks: int, microbatches: int, *, chunks: int = 1, group: int | None = None) -> Schedule:
     """All F in the order of `interleaved`; with one chunk, one after the other."""
     chunk, microbatch, _ = _order(ranks, microbatches, chunks, group)

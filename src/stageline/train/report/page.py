@@ -225,9 +225,11 @@ def header(run: Run) -> str:
     notes = "".join(f"<li>{escape(note)}</li>" for note in run.notes)
     tiles = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(detail)}</small></dd></div>"
-        for name, value, detail in _key_figures(run)
+        for name, value, detail in key_figures(run)
     )
-    style, status = _status(run)
+    style, status = status_of(run)
+    if style == "open":
+        status = f"{status} This page was generated on {_moment(time.time())}."
     return (
         f"<header><h1>{escape(run.name)}</h1>{paragraph}"
         f'<p class="status {style}">{escape(status)}</p>'
@@ -237,12 +239,11 @@ def header(run: Run) -> str:
     )
 
 
-def _status(run: Run) -> tuple[str, str]:
+def status_of(run: Run) -> tuple[str, str]:
     """Return the CSS class and a sentence that says how the run ended, or that its end is unknown."""
     rows = run.history.rows
-    generated = f"This page was generated on {_moment(time.time())}."
     if not rows:
-        return "open", f"No event is recorded yet: {METRICS} is empty or missing. {generated}"
+        return "open", f"No event is recorded yet: {METRICS} is empty or missing."
     resumes = [str(row["step"]) for row in run.history.of("start") if row.get("resumed")]
     resumed = f" Resumed from step {', '.join(resumes[-8:])}." if resumes else ""
     end = run.end
@@ -250,7 +251,7 @@ def _status(run: Run) -> tuple[str, str]:
     last_time = f" {_moment(times[-1])}" if times else ""
     if end is None:
         last_event = f"Last event{last_time or ' at an unknown time'}."
-        return "open", f"Still running, or killed: no end is recorded. {last_event}{resumed} {generated}"
+        return "open", f"Still running, or killed: no end is recorded. {last_event}{resumed}"
     reason = str(end.get("why") or "ended")
     style = "bad" if reason.startswith("failed") else "good" if reason == "finished" else "open"
     when = f",{last_time}" if last_time else ""
@@ -264,7 +265,8 @@ def _moment(seconds: float) -> str:
         return "at an unknown time"
 
 
-def _key_figures(run: Run) -> Iterator[tuple[str, str, str]]:
+def key_figures(run: Run) -> Iterator[tuple[str, str, str]]:
+    """Yield the name, the value and a detail of each figure."""
     rows = run.history.of("step")
     if not rows:
         return

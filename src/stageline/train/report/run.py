@@ -56,7 +56,7 @@ class Run:
 def read_run(folder: str | Path) -> Run:
     """Read the folder of a run that is running, has ended or was killed; missing files are left out."""
     path = Path(folder)
-    _check(path)
+    check_folder(path)
     notes: list[str] = []
     history = _history(path / METRICS, notes)
     config, settings = _config(path / CONFIG, notes)
@@ -79,21 +79,22 @@ def read_run(folder: str | Path) -> Run:
     )
 
 
-def _check(folder: Path) -> None:
+def check_folder(folder: Path) -> None:
     """Raise `StagelineError` if the folder is not one of a run; suggest runs inside it."""
     expected = f"expected the folder that job.dump_folder named, with its {METRICS} and {CONFIG}"
     if not folder.exists():
         raise StagelineError(f"cannot read {folder}: no such folder; {expected}")
     if not folder.is_dir():
         raise StagelineError(f"{folder} is a file; {expected}")
-    if _is_run(folder):
+    if is_run(folder):
         return
-    inside = sorted(child.name for child in folder.iterdir() if child.is_dir() and _is_run(child))
+    inside = sorted(child.name for child in folder.iterdir() if child.is_dir() and is_run(child))
     hint = f"; it contains the runs {', '.join(inside[:8])}" if inside else ""
     raise StagelineError(f"{folder} is not a run's folder: it has neither {METRICS} nor {CONFIG}; {expected}{hint}")
 
 
-def _is_run(folder: Path) -> bool:
+def is_run(folder: Path) -> bool:
+    """Whether a folder is one of a run."""
     return (folder / METRICS).is_file() or (folder / CONFIG).is_file()
 
 

@@ -1,0 +1,43 @@
+"""`stageline studio`: a local web page for schedules, runs and plans."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+
+def command(
+    runs: Annotated[
+        list[Path] | None,
+        Argument(
+            metavar="[RUN]…",
+            help="Folders of runs (job.dump_folder), or folders with runs in them.",
+            show_default=False,
+        ),
+    ] = None,
+    port: Annotated[
+        int | None, Option(help="Port of the page. Default: 8765, or any free one.", min=0, max=65535)
+    ] = None,
+    no_browser: Annotated[bool, Option("--no-browser", help="Print the address, and open no browser.")] = False,
+) -> None:
+    """Open a local web page: play with schedules and their costs, watch runs, and drag the cut of a profile.
+
+    The page is served on 127.0.0.1 until Ctrl-C. Only its address, which has a secret token, opens it, and it fetches
+    nothing from elsewhere. It needs the extra studio: pip install 'stageline\\[studio]'.
+
+    Examples:
+      stageline studio
+      stageline studio outputs --port 8080 --no-browser
+    """
+    from stageline.common import interrupts
+    from stageline.studio import serve
+
+    def tell(address: str) -> None:
+        typer.echo(f"studio at {address}\nCtrl-C ends it", err=False)
+
+    with interrupts.raised():
+        serve(runs or [], port=port, browser=not no_browser, on_start=tell)
+    typer.echo("studio ended", err=True)

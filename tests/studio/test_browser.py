@@ -1,0 +1,163 @@
+"""The pages of the studio in a real browser; skipped by name where playwright or Chromium is missing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from stageline.train.events import MetricsFile
+from support.profiles import even
+from support.studios import RunningStudio, chromium, studio
+
+pytest.importorskip("starlette", reason="the extra studio is not installed")
+pytest.importorskip("uvicorn", reason="the extra studio is not installed")
+
+WIDE: dict[str, Any] = {"viewport": {"width": 1400, "height": 900}}
+PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
+
+
+class Visitor(NamedTuple):
+    """A browser, the studio that it visits, and the run that the studio follows."""
+
+    browser: Any
+    studio: RunningStudio
+    run: Path
+
+    def open(self, state: str, **options: Any) -> Any:
+        """Open a page of the studio; anything on its console, and any request to elsewhere, fails the test."""
+        page = self.browser.new_context(**options).new_page()
+        page.set_default_timeout(15_000)
+        page.on("console", lambda message: pytest.fail(f"console: {message.text}"))
+        page.on("pageerror", lambda error: pytest.fail(f"error of the page: {error}"))
+        page.on("request", lambda request: self._check(request.url))
+        page.goto(f"{self.studio.address}#{state}")
+        return page
+
+    def _check(self, url: str) -> None:
+        assert url.startswith((self.studio.address, "blob:" + self.studio.address.rsplit("/", 2)[0])), url
+
+
+@pytest.fixture(scope="module")
+def visitor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Visitor]:
+    run = tmp_path_factory.mktemp("run")
+    with MetricsFile(run / "metrics.jsonl") as file:
+        for step in range(1, 4):
+            file.write({"event": "step", "step": step, "loss": 3.0 / step, "tokens_per_s": 1e4, "time": float(step)})
+    with chromium() as browser, studio(run) as running:
+        yield Visitor(browser, running, run)
+
+
+def figure(page: Any, panel: str, name: str) -> Any:
+    """The value of a figure of a panel."""
+    return page.get_by_label(f"{panel} schedule").locator(f'.figures div:has(dt:text-is("{name}")) dd')
+
+
+def text(locator: Any) -> str:
+    return str(locator.inner_text()).strip()
+
+
+def wait_until(page: Any, locator: Any, pattern: str) -> None:
+    """Wait until the text of an element matches."""
+    locator.filter(has_text=re.compile(pattern)).first.wait_for()
+    assert re.search(pattern, text(locator))
+
+
+def has_no_sideways_scroll(page: Any) -> bool:
+    return bool(page.evaluate("document.documentElement.scrollWidth <= innerWidth"))
+
+
+def test_charts_follow_the_sliders_and_the_address_follows_the_charts(visitor: Visitor) -> None:
+    page = visitor.open("schedules?a=1f1b&b=gpipe", **WIDE)
+    wait_until(page, figure(page, "First", "Makespan"), r"^33\s*$")
+    box = page.locator("#control-f").bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 4, box["y"] + 12)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 12, steps=4)
+    page.mouse.up()
+    page.wait_for_url(re.compile(r"forward="))
+    forward = float(re.search(r"forward=([\d.]+)", page.url)[1])  # type: ignore[index]
+    assert 1.5 < forward < 2.5
+    wait_until(page, figure(page, "First", "Makespan"), rf"^{11 * (forward + 2):g}\s*$")
+    other = visitor.open(page.url.partition("#")[2], **WIDE)  # the address is the view
+    wait_until(other, figure(other, "First", "Makespan"), rf"^{11 * (forward + 2):g}\s*$")
+    page.get_by_label("Transfer", exact=True).focus()  # and by keyboard
+    page.keyboard.press("ArrowRight")
+    page.wait_for_url(re.compile("transfer=0.05"))
+    page.get_by_label("Cap", exact=True).fill("3")
+    wait_until(page, figure(page, "First", "Peak memory"), "above the cap of 3")
+
+
+def test_an_action_says_what_it_waits_for(visitor: Visitor) -> None:
+    page = visitor.open("schedules?a=1f1b&b=none", **WIDE)
+    chart = page.locator("canvas.gantt")
+    chart.focus()
+    for key in ("ArrowDown", "ArrowRight"):  # rank 1, second action
+        page.keyboard.press(key)
+    waits = page.locator(".waits")
+    wait_until(page, waits, r"F of stage 1, microbatch 1[\s\S]*its input from F1 of stage 0 on rank 0, finished at 2")
+    box = chart.bounding_box()
+    chart.click(position={"x": 62 + (box["width"] - 68) * 11.5 / 33, "y": 8})  # B0 on rank 0 runs from 10 to 12
+    wait_until(page, waits, r"B of stage 0, microbatch 0[\s\S]*its gradient from B0 of stage 1")
+
+
+def test_a_tap_shows_the_tooltip_on_a_phone(visitor: Visitor) -> None:
+    page = visitor.open("schedules?a=1f1b&b=none", **PHONE, color_scheme="dark")
+    chart = page.locator("canvas.gantt")
+    box = chart.bounding_box()
+    assert page.locator("#tip").evaluate("tip => getComputedStyle(tip).visibility") == "hidden"
+    page.touchscreen.tap(box["x"] + 34 + (box["width"] - 40) * 11 / 33, box["y"] + 8)
+    wait_until(page, page.locator("#tip"), r"B of stage 0, microbatch 0")
+    assert page.locator("#tip").evaluate("tip => getComputedStyle(tip).visibility") == "visible"
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(23, 23, 26)"
+    for state in ("schedules", "runs", "plan"):
+        page.goto(f"{visitor.studio.address}#{state}")
+        page.locator(f'nav a[aria-current][href="#{state}"]').wait_for()
+        assert has_no_sideways_scroll(page)
+
+
+def test_a_synthesis_becomes_the_second_schedule_and_is_exported(visitor: Visitor) -> None:
+    page = visitor.open("schedules?ranks=2&microbatches=4", **WIDE)
+    page.get_by_role("button", name="Synthesize").click()
+    wait_until(page, page.get_by_label("Second schedule").locator("h2"), "^synthesized$")
+    wait_until(page, figure(page, "Second", "Makespan"), r"^13\s*$")
+    assert "This is optimal" in page.content()
+    page.get_by_label("Schedule", exact=True).select_option("b")
+    with page.expect_download() as download:
+        page.get_by_role("button", name="CSV").click()
+    assert download.value.suggested_filename == "synthesized.csv"
+
+
+def test_a_run_is_followed(visitor: Visitor) -> None:
+    page = visitor.open("runs", **WIDE)
+    chart = page.locator("figure:has-text('Loss')").locator("output")
+    wait_until(page, chart, "step 3: 1.0000")
+    with MetricsFile(visitor.run / "metrics.jsonl") as file:
+        file.write({"event": "step", "step": 4, "loss": 0.5, "tokens_per_s": 1e4, "time": 4.0})
+        file.write({"event": "end", "step": 4, "why": "finished", "time": 4.0})
+    wait_until(page, chart, "step 4: 0.5000")
+    wait_until(page, page.locator("article.run"), "Finished, at step 4")
+
+
+def test_the_cut_of_a_profile_is_dragged(visitor: Visitor, tmp_path: Path) -> None:
+    even(8).write(tmp_path / "profile.json")
+    page = visitor.open("plan?ranks=2", **WIDE)
+    page.locator("input[type=file]").set_input_files(tmp_path / "profile.json")
+    makespan = page.locator('.figures div:has(dt:text-is("Makespan")) dd')
+    makespan.wait_for()
+    before = text(makespan)
+    ribbon = page.locator("canvas.cut")
+    box = ribbon.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 50)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 6 / 8, box["y"] + 50, steps=3)
+    page.mouse.up()
+    page.wait_for_url(re.compile("counts=6,2"))
+    ribbon.focus()
+    page.keyboard.press("ArrowRight")
+    page.wait_for_url(re.compile("counts=7,1"))
+    page.get_by_text("Border 1 of 1: between layers.6 and layers.7").wait_for()
+    assert text(makespan) != before
