@@ -83,6 +83,8 @@ class Profiles:
         """Return the times and the memory of a cut."""
         from stageline.planning.candidates import Candidate, Cuts, Evaluator, shape_of
         from stageline.planning.costs import Links, RankMemory, SizedProfiles, StateBytes
+        from stageline.planning.mesh_costs import MeshTime
+        from stageline.planning.network import Network
         from stageline.planning.request import PlanRequest
 
         request = from_json(CutRequest, data, "request", prefix="")
@@ -102,7 +104,7 @@ class Profiles:
                 request.ranks,
                 ((request.microbatches, 1),),
                 states=StateBytes(optimizer=request.optimizer_bytes),
-                links=Links(request.transfer, request.bandwidth),
+                time=MeshTime(network=Network(Links(request.transfer, request.bandwidth))),
             )
         )
         candidate = Candidate(shape, request.microbatches, 1, counts, request.recompute)
