@@ -59,6 +59,7 @@ docs: install
 	@$(BIN)/python -c 'import material' 2>/dev/null || $(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
 	$(BIN)/python -m mkdocs build --strict
 	@echo 'open site/index.html, or with search: $(BIN)/python -m http.server -b 127.0.0.1 -d site'
+
 test-browser: install
 	$(BIN)/python -m pip install -q playwright
 	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get install -y -qq chromium >/dev/null; } || echo 'no chromium: install it to run these tests'
