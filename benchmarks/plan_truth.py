@@ -4,7 +4,7 @@ python benchmarks/plan_truth.py [--rounds 3] [--only "job, 2 threads" …] [--js
 
 Every round makes a new plan for every setting, and measures the steps that follow it. A row shows the medians over the
 rounds of the planned step, of the measured one and of their ratio, the range of the ratio, and the goal. A step is a
-call as its user sees it: in a job, an optimizer step with its batch and its log.
+call as its user sees it; in a job, it is the makespan that its report compares with the plan.
 
 - **job**: `stageline train` as it is by default, with 2 or 4 ranks as threads or as processes.
 - **gpt**: `sl.plan` on two processes, for a schedule each, then `Pipeline.step`.
@@ -66,7 +66,7 @@ def job(launcher: str, ranks: int, steps: int) -> Steps:
         command = [sys.executable, "-m", "stageline", "train", *flags]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "PYTHONWARNINGS": "ignore"})
         rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-        seconds = [row["seconds"] for row in rows if row["event"] == "step"]
+        seconds = [row["makespan"] for row in rows if row["event"] == "step"]
         planned = sl.read_timeline(Path(folder) / "timeline" / "planned.json")
         return Steps(planned.makespan, seconds[WARM_UP:], planned.schedule.name)
 

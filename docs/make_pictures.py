@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import stageline as sl
 from stageline.timeline import draw
@@ -90,7 +91,7 @@ def example_profile() -> sl.Profile:
     """An embedding, twelve blocks and a head, as docs/plan.md has them."""
     from stageline.model.profile import Layer
 
-    sizes = {"activation": 200, "residue": 120, "tied": 0, "message": 16, "arriving": 0, "leaving": 0, "calls": 1}
+    sizes: Any = {"activation": 200, "residue": 120, "tied": 0, "message": 16, "arriving": 0, "leaving": 0, "calls": 1}
 
     def layer(name: str, time: float, parameters: int) -> Layer:
         return Layer(name, "Block", time, time, 0.8 * time, 1.8 * time, parameters=parameters, **sizes)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import mmap
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import stageline as sl
+from stageline.model.neighbours import neighbours_of
 from stageline.model.profile import Layer, Profile, read_profile
-from stageline.model.profiler import neighbours_at_work, profile_layers, profile_model
+from stageline.model.profiler import profile_layers, profile_model
+from stageline.model.samples import layer_key
+from stageline.testing import SleepStage
 
 ROWS, WIDTH = 6, 16
 FLOAT = 4
@@ -351,19 +356,77 @@ def test_layers_that_cannot_be_measured_are_refused() -> None:
         profile_model(Model(), torch.tensor([[1]]))
 
 
-def test_neighbours_work_while_a_model_is_measured_and_stop_after() -> None:
-    class Counting(nn.Linear):
-        calls = 0
+@pytest.mark.parametrize("launcher", ["threads", "processes"])
+def test_neighbours_work_while_a_model_is_measured(launcher: Any) -> None:
+    """They compute in turns with the layers that are measured alone, and are gone afterwards."""
+    calls = mmap.mmap(-1, 1)
 
-        def forward(self, inputs: Tensor) -> Tensor:
-            self.calls += 1
-            return super().forward(inputs)
+    def job() -> None:
+        calls[0] = (calls[0] + 1) % 256
+        time.sleep(1e-4)
 
-    neighbour = Counting(4, 4)
-    with neighbours_at_work([neighbour], torch.ones(2, 4)):
-        while neighbour.calls < 3:
-            sl.profile(nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4), repeats=1)
-    calls = neighbour.calls
-    assert neighbour.weight.grad is not None
+    with neighbours_of(lambda: job, 2, launcher) as neighbours:
+        assert neighbours is not None
+        assert calls[0] == 0
+        assert neighbours.work()
+        while calls[0] < 3:
+            time.sleep(1e-4)
+        neighbours.pause()
+        paused = calls[0]
+        time.sleep(0.01)
+        assert calls[0] == paused
     assert not [thread for thread in threading.enumerate() if thread.name == "stageline neighbour"]
-    assert neighbour.calls == calls
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    measured = sl.profile(model, torch.ones(2, 4), repeats=2, neighbours=1, launcher=launcher)
+    assert measured.launcher == launcher
+    assert measured.speeds[0] == 1.0
+    assert 0 < measured.speeds[1] <= 1
+    assert model[0].weight.grad is None
+    assert "2 ranks as " + launcher in str(measured)
+
+
+def test_equal_layers_have_equal_times() -> None:
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)]
+    profile = sl.profile(nn.Sequential(*blocks, nn.Linear(8, 2)), torch.ones(2, 8), repeats=4)
+    ranges = [layer.ranges[0] for layer in profile.layers[:4]]
+    if max(low for low, _ in ranges) <= min(high for _, high in ranges):  # else one of them was slow all the time
+        assert len({layer.forward for layer in profile.layers[:4]}) == 1
+    assert all(low <= high for layer in profile.layers for low, high in layer.ranges)
+
+
+def test_layers_with_other_options_are_not_equal() -> None:
+    same, other, longer = (layer_key(SleepStage(time, width=4), [torch.ones(1, 4)]) for time in (0.01, 0.01, 0.02))
+    assert same == other
+    assert same != longer
+    assert layer_key(nn.Dropout(0.1), []) != layer_key(nn.Dropout(0.2), [])
+    assert layer_key(nn.Linear(4, 4), [torch.ones(1, 4)]) != layer_key(nn.Linear(4, 4), [torch.ones(2, 4)])
+
+
+class Irregular(nn.Module):
+    """Takes long in every second forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.calls = nn.Parameter(torch.ones(4)), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        time.sleep(0.03 if self.calls // 4 % 2 else 0.0)
+        return x * self.weight
+
+
+def test_a_noisy_profile_says_so(tmp_path: Path) -> None:
+    profile = sl.profile(nn.Sequential(Irregular(), nn.Linear(4, 4)), torch.ones(2, 4), repeats=3, warmup=0)
+    assert profile.repeats > 3  # it went on, in vain
+    assert profile.uncertainty > 0.1
+    assert profile.noise.startswith("noisy: F of 0 varied ")
+    assert profile.noise in str(profile)
+    profile.write(tmp_path / "noisy.json")
+    assert read_profile(tmp_path / "noisy.json") == profile
+    plan = sl.plan(profile=profile, ranks=2, microbatches=2, time_limit=0.2)
+    assert plan.is_noisy
+    assert profile.noise in plan.notes
+    assert "no order of this cut is faster" not in plan.explain()
+    assert "noisy" in plan.explain()
+    plan.write(tmp_path / "plan.json")
+    assert sl.read_plan(tmp_path / "plan.json").uncertainty == plan.uncertainty

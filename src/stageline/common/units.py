@@ -109,6 +109,16 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds / 1e-6:.3g} µs" if seconds else "0"
 
 
+def format_range(low: float, high: float) -> str:
+    """Format a range of times, both in the unit of the longer one.
+
+    >>> format_range(0.213, 0.816), format_range(0.0004, 0.0123)
+    ('213–816 ms', '0.4–12.3 ms')
+    """
+    unit, length = next(((name, size) for name, size in (("s", 1.0), ("ms", 1e-3)) if high >= size), ("µs", 1e-6))
+    return f"{low / length:.3g}–{high / length:.3g} {unit}"
+
+
 def format_duration(seconds: float) -> str:
     """Format a time with a steady number of digits: milliseconds, seconds, or as a clock from a minute upwards.
 

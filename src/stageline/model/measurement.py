@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from stageline.model._torch_private import (
     tree_flatten,
     tree_unflatten,
 )
+from stageline.model.samples import KINDS, Times, typical
 from stageline.tensors.thread_context import autocasts, plain_precision
 
 # One run of the model
@@ -231,6 +231,10 @@ class _Graph:
         return SplitBackward(self.outputs, self.grads(), self.inputs, plans, hooked=self.hooked)
 
 
+Where = Literal["alone", "beside", "host"]
+"""How a time was measured: alone, beside neighbours at work, or on the host of a GPU, in a loop that does not wait."""
+
+
 class CallBenchmark:
     """One call of one layer, run repeatedly."""
 
@@ -238,9 +242,7 @@ class CallBenchmark:
         self._trace, self._call, self._timer = trace, call, timer
         self._plans: list[GraphPlan] = []
         self._graph = _Graph()
-        self._times: dict[str, list[float]] = {kind: [] for kind in "FIWB"}
-        self._host_times: dict[str, list[float]] = {kind: [] for kind in "FIWB"}
-        """Of the host that launches the kernels of a GPU, in a loop that does not wait for them."""
+        self._times: dict[Where, Times] = {where: {kind: [] for kind in KINDS} for where in get_args(Where)}
         self.transients = dict.fromkeys("FIWB", 0)
         """Bytes that are held only while an action runs."""
 
@@ -287,22 +289,21 @@ class CallBenchmark:
         with self._errors_named(), plain_precision(), ArrivingGradients(graph.inputs):
             return measure(lambda: backward(graph.outputs, grads))[0]
 
-    def forward(self, keep: bool, running: bool = False) -> None:
-        """Run F, before `halves` or `whole`. Record its time if `keep`, else it is a warm-up.
+    def forward(self, where: Where | None) -> None:
+        """Run F, before `halves` or `whole`, and record its time; None is a warm-up."""
+        self._record("F", self._forward(self._measure(where)), where)
 
-        With `running`, it is the host's time, and nothing waits for a GPU.
-        """
-        self._record("F", self._forward(on_host if running else self._timer), keep, running)
-
-    def halves(self, keep: bool, running: bool = False) -> None:
+    def halves(self, where: Where | None) -> None:
         """Run I and W."""
-        measured = self._halves(on_host if running else self._timer, 0.0)
-        for kind, seconds in zip("IW", measured, strict=True):
-            self._record(kind, seconds, keep, running)
+        for kind, seconds in zip("IW", self._halves(self._measure(where), 0.0), strict=True):
+            self._record(kind, seconds, where)
 
-    def whole(self, keep: bool, running: bool = False) -> None:
+    def whole(self, where: Where | None) -> None:
         """Run B."""
-        self._record("B", self._whole(on_host if running else self._timer, 0.0), keep, running)
+        self._record("B", self._whole(self._measure(where), 0.0), where)
+
+    def _measure(self, where: Where | None) -> Measure[float]:
+        return on_host if where == "host" else self._timer
 
     def measure_transients(self, meter: PeakMeter) -> None:
         """Record how far memory rises while F, B, I and W run."""
@@ -313,7 +314,7 @@ class CallBenchmark:
 
     def residue(self, state: Storages) -> int:
         """Run F, I and W; return the bytes held from I to W, apart from parameters and buffers (`state`)."""
-        self.forward(keep=False)
+        self.forward(None)
         graph, self._graph = self._graph, _Graph()
         if not graph.outputs:
             return 0
@@ -324,38 +325,50 @@ class CallBenchmark:
             split.weight_gradients()
         return sum(size for key, size in retained.items() if key not in state)
 
-    def _record(self, kind: str, seconds: float, keep: bool, running: bool) -> None:
-        if keep:
-            (self._host_times if running else self._times)[kind].append(seconds)
+    def _record(self, kind: str, seconds: float, where: Where | None) -> None:
+        if where is not None:
+            self._times[where][kind].append(seconds)
 
-    def median(self, kind: str, *, on_host: bool = False) -> float:
-        """Return the median of the recorded times, on the GPU or on the host."""
-        if not on_host:
-            return statistics.median(self._times[kind])
-        once_per_stage = self._timer.engine_call if kind in "BI" else 0.0
-        return max(0.0, statistics.median(self._host_times[kind]) - once_per_stage)
+    def times(self, where: Where) -> Times:
+        """Return the recorded times by kind."""
+        if where != "host":
+            return self._times[where]
+        once_per_stage = {"B": self._timer.engine_call, "I": self._timer.engine_call}
+        return {
+            kind: [max(0.0, seconds - once_per_stage.get(kind, 0.0)) for seconds in times]
+            for kind, times in self._times[where].items()
+        }
 
     def _errors_named(self) -> AbstractContextManager[None]:
         return _errors_named([self._trace], "it ran alone with the inputs from the model")
 
 
+def total_time(calls: Sequence[CallBenchmark], where: Where) -> float:
+    """Return the typical time of F and B of all calls."""
+    return sum(typical(call.times(where)[kind]) for call in calls for kind in "FB")
+
+
 def is_host_bound(calls: Sequence[CallBenchmark]) -> bool:
     """Whether a GPU waits for its host in a step. The host runs ahead, so the sums over all units decide."""
-    host, device = (sum(call.median(kind, on_host=of) for call in calls for kind in "FB") for of in (True, False))
-    return host > device
+    return total_time(calls, "host") > total_time(calls, "alone")
 
 
-def run_round(calls: Sequence[CallBenchmark], keep: bool, running: bool = False) -> None:
-    """Run all calls once with split backwards and once with whole ones.
+def run_round(calls: Sequence[CallBenchmark], where: Where | None) -> float:
+    """Run all calls once with split backwards and once with whole ones; return the recorded seconds.
 
     They run in the order of a step, so that caches and memory are as in a step, and a slow spell of the machine affects
-    all layers. With `running`, the host launches one after the other and does not wait for a GPU, as in a step.
+    all layers. On the host of a GPU, one is launched after the other without waiting, as in a step.
     """
     for run_backward in (CallBenchmark.halves, CallBenchmark.whole):
         for call in calls:
-            call.forward(keep, running)
+            call.forward(where)
         for call in reversed(calls):
-            run_backward(call, keep, running)
+            run_backward(call, where)
+    if where is None:
+        return 0.0
+    return sum(
+        sum(times[-2:] if kind == "F" else times[-1:]) for call in calls for kind, times in call.times(where).items()
+    )
 
 
 Value = TypeVar("Value")

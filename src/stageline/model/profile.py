@@ -6,16 +6,21 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 from stageline.common.checked_json import PositiveInt, Range, check_format, field, from_json, json_lines, parse_json
 from stageline.common.errors import CostError, JsonError, shorten
 from stageline.common.files import read_text, write_text
-from stageline.common.units import format_seconds, format_size, format_table
+from stageline.common.units import format_range, format_seconds, format_size, format_table
 from stageline.timeline.costs import LARGEST_COST, Costs, PerPair
 
 FORMAT = "stageline-profile"
 VERSION = 1
+NOISY = 0.1
+"""Measurements that vary by more than this fraction are noisy."""
+
+CERTAINTY = ("uncertainty", "speeds", "launcher")
+"""Fields of a profile that a file may omit."""
 
 Cost = Annotated[float, Range(0, LARGEST_COST)]
 Bytes = Annotated[int, Range(0, LARGEST_COST)]
@@ -60,6 +65,8 @@ class Layer:
     """Held only while I runs, beside the activation and the gradient of the output."""
     backward_weight_transient: Bytes = 0
     """Held only while W runs, beside the residue."""
+    ranges: tuple[tuple[Cost, Cost], ...] = ()
+    """The shortest and the longest measurement of F, I, W and B of this layer alone; empty if not known."""
 
     @property
     def seconds(self) -> float:
@@ -79,7 +86,13 @@ class Profile:
     threads: int
     """Number of torch threads, for CPU."""
     repeats: int
-    """Number of measurements; times are medians."""
+    """Number of measurements; times are means in which outliers count little, over equal layers."""
+    uncertainty: Cost = 0.0
+    """How far the measurements of all layers together are from their middle, as a fraction of it."""
+    speeds: tuple[Annotated[float, Range(maximum=1, above=0)], ...] = ()
+    """The speed of a rank while 1, 2, … of them compute on this machine; empty if that was not measured."""
+    launcher: str = ""
+    """Whether these were "processes" or "threads"; empty if that was not measured."""
 
     @property
     def seconds(self) -> tuple[float, ...]:
@@ -90,6 +103,24 @@ class Profile:
     def parameters(self) -> int:
         """Bytes of all parameters; shared ones count once."""
         return sum(layer.parameters - layer.tied for layer in self.layers)
+
+    @property
+    def noise(self) -> str:
+        """What varied most, and by how much a plan may be off; empty if the measurements are stable.
+
+        >>> layer = Layer("blocks.3", "Block", 0.5, 0.5, 0.5, 1.0, 8, 8, 8, 0, 8, 0, 0, 1, ranges=((0.213, 0.816),))
+        >>> Profile((layer,), "a machine", "cpu", "2.13", 1, 5, uncertainty=0.3).noise
+        'noisy: F of blocks.3 varied 213–816 ms in 5 measurements; the plan may be off by 30%'
+        """
+        varied = [
+            (high - low, f"{kind} of {layer.name} varied {format_range(low, high)}")
+            for layer in self.layers
+            for kind, (low, high) in zip("FIWB", layer.ranges, strict=False)
+        ]
+        if self.uncertainty <= NOISY or not varied:
+            return ""
+        off = f"the plan may be off by {self.uncertainty:.0%}"
+        return f"noisy: {max(varied)[1]} in {self.repeats} measurements; {off}"
 
     def costs(
         self, stages: Sequence[tuple[int, int]], *, transfer: PerPair = 0.0, bandwidth: PerPair | None = None
@@ -165,7 +196,13 @@ class Profile:
                 f"tied parameters, {format_size(tied)}, count in every layer that has them and once in the total"
             )
         environment = f"{self.machine}, {self.device}, torch {self.torch}, {self.threads} threads"
-        return "\n".join([*lines, f"{environment}, medians of {self.repeats}"])
+        varied = f"{self.repeats} measurements, ± {self.uncertainty:.1%}" if self.repeats > 1 else "1 measurement"
+        lines.append(f"{environment}, {varied}")
+        if self.speeds:
+            count = len(self.speeds)
+            what = f"{count} ranks as {self.launcher} that compute at once"
+            lines.append(f"{what} run at {self.speeds[-1]:.0%} of the speed of one alone")
+        return "\n".join([*lines, self.noise] if self.noise else lines)
 
     def write(self, path: str | Path) -> None:
         """Write the profile as JSON. An existing file is replaced atomically.
@@ -185,8 +222,13 @@ class Profile:
         """Return the JSON that `write` writes, with one line per layer."""
         data: dict[str, Any] = {"format": FORMAT, "version": VERSION}
         data |= {name: getattr(self, name) for name in ("machine", "device", "torch", "threads", "repeats")}
+        data |= {name: value for name in CERTAINTY if (value := getattr(self, name))}
         data["layers"] = [
-            {name: value for name, value in asdict(layer).items() if value or not name.endswith("_transient")}
+            {
+                name: value
+                for name, value in asdict(layer).items()
+                if value or not name.endswith(("_transient", "ranges"))
+            }
             for layer in self.layers
         ]
         return "".join(json_lines(data, ("layers",)))
@@ -242,7 +284,9 @@ def profile_from_text(text: str, source: str | Path) -> Profile:
             raise JsonError("'layers' is empty; a profile has at least one")
         machine, device, torch = (field(data, name, str) for name in ("machine", "device", "torch"))
         threads, repeats = (field(data, name, PositiveInt) for name in ("threads", "repeats"))
-        return Profile(tuple(layers), machine, device, torch, threads, repeats)
+        hints = get_type_hints(Profile, include_extras=True)
+        certainty = {name: field(data, name, hints[name]) for name in CERTAINTY if name in data}
+        return Profile(tuple(layers), machine, device, torch, threads, repeats, **certainty)
     except JsonError as error:
         raise CostError(f"{source}: {error}") from None
 

@@ -6,11 +6,12 @@ import math
 import os
 import platform
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,13 +29,17 @@ from stageline.model.measurement import (
     PeakMeter,
     Storages,
     Timer,
+    Where,
     capture,
     is_host_bound,
     run_round,
     state_storages,
     storages_of,
+    total_time,
 )
+from stageline.model.neighbours import Launcher, Neighbours, neighbours_of
 from stageline.model.profile import Layer, Profile, stage_transients
+from stageline.model.samples import KINDS, LayerSamples, layer_key, pooled, relative_range, repeat
 from stageline.model.stage_module.boundary import arguments
 from stageline.model.units import Unit, in_call_order, layers_of, refuse_lazy, units_of
 from stageline.tensors.buffers import all_buffers, put_back
@@ -50,12 +55,18 @@ def profile(
     compile: Compile = False,
     repeats: int = 5,
     warmup: int = 2,
+    neighbours: int = 0,
+    launcher: Launcher = "processes",
 ) -> Profile:
     """Measure the costs of a model's units: the times of F, I and W, and the bytes that are held between them.
 
     `example` is one microbatch: a tuple of arguments, a dict of keywords, or the only argument. With `loss_fn` and its
     `targets`, the costs of the last unit include the loss. `compile` is that of `Pipeline`: the units are measured
-    compiled, and the bytes between I and W are those of their graphs.
+    compiled, and the bytes between I and W are those of their graphs. Noisy measurements are repeated more often than
+    `repeats`, and the profile says how far they varied.
+
+    Ranks on one machine slow each other down: with `neighbours`, the layers are measured alone and beside so many
+    others that compute, as processes or as threads (`launcher`). `Profile.speeds` says how much slower that is.
 
     >>> measured = profile(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.ones(3, 4), repeats=1, warmup=0)
     >>> [(layer.name, layer.parameters) for layer in measured.layers]
@@ -72,7 +83,19 @@ def profile(
         with suppress(StagelineError):  # the costs do not depend on the order
             units, _ = in_call_order(model, units, example)
     loss = None if loss_fn is None else LossLayer(loss_fn, targets)
-    return profile_units(model, units, example, loss=loss, compile=compile, repeats=repeats, warmup=warmup)
+    check_neighbours(neighbours, launcher)
+    return profile_units(
+        model, units, example, loss=loss, compile=compile, repeats=repeats, warmup=warmup, neighbours=neighbours,
+        launcher=launcher,
+    )  # fmt: skip
+
+
+def check_neighbours(neighbours: Any, launcher: Any) -> None:
+    """Refuse a number or a kind of neighbours that does not exist."""
+    if not isinstance(neighbours, int) or isinstance(neighbours, bool) or neighbours < 0:
+        raise StagelineError(f"neighbours must be an integer >= 0, got {shorten(neighbours)}")
+    if launcher not in ("processes", "threads"):
+        raise StagelineError(f"launcher must be 'processes' or 'threads', got {shorten(launcher)}")
 
 
 def profile_units(
@@ -84,6 +107,8 @@ def profile_units(
     compile: Compile = False,
     repeats: int = 5,
     warmup: int = 2,
+    neighbours: int = 0,
+    launcher: Launcher = "processes",
 ) -> Profile:
     """Measure every unit on its own, once even if the model calls it twice; the last one with the loss."""
     refuse_lazy(model)
@@ -92,7 +117,8 @@ def profile_units(
     layers: list[tuple[str, nn.Module]] = list(reversed(by_module.values()))
     keywords = {**huggingface.defaults_of(model), **kwargs}
     with eager(model, [unit.module for unit in units]):
-        options: Any = {"compile": compile, "repeats": repeats, "warmup": warmup}
+        options: Any = {"compile": compile, "repeats": repeats, "warmup": warmup, "launcher": launcher}
+        options["beside"] = (partial(_job_of, model, args, keywords), neighbours) if neighbours else None
         if loss is None:
             return profile_layers(layers, lambda: model(*args, **keywords), **options)
         layers.append((LOSS, loss))
@@ -108,12 +134,15 @@ def profile_layers(
     repeats: int = 5,
     warmup: int = 2,
     device: torch.device | str | None = None,
+    beside: tuple[Callable[[], Callable[[], object]], int] | None = None,
+    launcher: Launcher = "processes",
 ) -> Profile:
     """Measure layers, given by name in the order in which data passes through them.
 
     `run` runs the forward of the whole model once, to observe the inputs of every layer; then each layer is run alone
-    with those inputs, compiled as `compile` says. Gradients, buffers, random state and modes are left unchanged. Raises
-    `StagelineError` if an argument is invalid or a layer fails.
+    with those inputs, compiled as `compile` says. `beside` are a function that makes the job of a neighbour, and the
+    number of neighbours: on the CPU, layers are measured alone and beside them. Gradients, buffers, random state and
+    modes are left unchanged. Raises `StagelineError` if an argument is invalid or a layer fails.
 
     >>> body, head = nn.Linear(4, 8), nn.Linear(8, 2)
     >>> x = torch.randn(3, 4)
@@ -134,54 +163,102 @@ def profile_layers(
         benchmarks = [[CallBenchmark(trace, call, timer) for call in trace.calls] for trace in traces]
         all_calls = [call for calls in benchmarks for call in calls]
         if compile is not False:
-            run_round(all_calls, keep=False)  # compiles; a backward of that run is not split
+            run_round(all_calls, None)  # compiles; a backward of that run is not split
         residues = [sum(call.residue(state) for call in calls) for calls in benchmarks]
-        for round_index in range(warmup + repeats):
-            run_round(all_calls, keep=round_index >= warmup)
-        if compute_device.type == "cuda":
+        for _ in range(warmup):
+            run_round(all_calls, None)
+        on_gpu = compute_device.type == "cuda"
+        make_job, count = (lambda: _nothing, 0) if beside is None or on_gpu else beside
+        with neighbours_of(make_job, count, launcher) as neighbours:
+            totals = repeat(lambda: _run_rounds(all_calls, neighbours), repeats)
+        if on_gpu:
             for round_index in range(warmup + repeats):
                 torch.cuda.synchronize(compute_device)
-                run_round(all_calls, keep=round_index >= warmup, running=True)
+                run_round(all_calls, "host" if round_index >= warmup else None)
             meter = PeakMeter(compute_device)
             for call in all_calls:
                 call.measure_transients(meter)
-        on_host = compute_device.type == "cuda" and is_host_bound(all_calls)
+        where: Where = "host" if on_gpu and is_host_bound(all_calls) else "alone"
+        samples = [_samples(trace, calls, where) for trace, calls in zip(traces, benchmarks, strict=True)]
+        speed = 1.0
+        if all(call.times("beside")["B"] for call in all_calls):
+            speed = min(1.0, total_time(all_calls, "alone") / max(total_time(all_calls, "beside"), 1e-12))
     measured: list[Layer] = []
     earlier_weights: set[Any] = set()
-    for trace, calls, residue in zip(traces, benchmarks, residues, strict=True):
+    layer_times = zip(traces, benchmarks, residues, samples, pooled(samples), strict=True)
+    for trace, calls, residue, own_samples, seconds in layer_times:
         weights = storages_of(list(trace.module.parameters()))
-        measured.append(_measured_layer(trace, calls, on_host, residue, weights, earlier_weights))
+        layer = _measured_layer(trace, calls, seconds, residue, weights, earlier_weights)
+        measured.append(replace(layer, ranges=tuple(own_samples.low_and_high(kind) for kind in KINDS)))
         earlier_weights |= set(weights)
     machine = f"{platform.machine()}, {os.cpu_count()} processors"
-    if compute_device.type == "cuda":
+    if on_gpu:
         machine = str(torch.cuda.get_device_name(compute_device))
-    threads = torch.get_num_threads()
-    return Profile(tuple(measured), machine, str(compute_device), torch.__version__, threads, repeats)
+    return Profile(
+        tuple(measured),
+        machine,
+        str(compute_device),
+        torch.__version__,
+        torch.get_num_threads(),
+        len(totals),
+        uncertainty=relative_range(totals),
+        speeds=() if count == 0 else tuple(1.0 - (1.0 - speed) * others / count for others in range(count + 1)),
+        launcher=launcher if count else "",
+    )
+
+
+def _run_rounds(calls: Sequence[CallBenchmark], neighbours: Neighbours | None) -> float:
+    """Run a round alone, and one beside neighbours at work; return the seconds of the first."""
+    if neighbours is not None and neighbours.work():
+        run_round(calls, "beside")
+    if neighbours is not None:
+        neighbours.pause()
+    return run_round(calls, "alone")
+
+
+def _samples(trace: LayerTrace, calls: Sequence[CallBenchmark], where: Where) -> LayerSamples:
+    """Return all measurements of a layer: sums over its calls."""
+    by_call = [call.times(where) for call in calls]
+    times = {kind: [sum(parts) for parts in zip(*(call[kind] for call in by_call), strict=True)] for kind in KINDS}
+    return LayerSamples(layer_key(trace.module, [leaf for call in trace.calls for leaf in call.leaves]), times)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _job_of(model: nn.Module, args: Any, keywords: Mapping[str, Any]) -> Callable[[], object]:
+    """Return a forward and backward of a copy of the model, for a neighbour."""
+    try:
+        own = deepcopy(model)
+    except Exception:  # not every model can be copied
+        return partial(time.sleep, 1e-3)
+
+    def run() -> None:
+        with torch.enable_grad():
+            _backward(own(*args, **keywords))
+
+    return run
 
 
 def _measured_layer(
     trace: LayerTrace,
     calls: Sequence[CallBenchmark],
-    on_host: bool,
+    seconds: Mapping[str, float],
     residue: int,
     weights: Storages,
     earlier_weights: set[Any],
 ) -> Layer:
-    """`on_host` says whether the times are those of the host that launches the kernels of a GPU."""
-
-    def seconds(kind: str) -> float:
-        return sum(call.median(kind, on_host=on_host) for call in calls)
-
     def outside(storages: Storages) -> int:
         return sum(size for key, size in storages.items() if key not in trace.saved and key not in weights)
 
     return Layer(
         name=trace.name,
         kind=type(trace.module).__name__,
-        forward=seconds("F"),
-        backward_input=seconds("I"),
-        backward_weight=seconds("W"),
-        backward=seconds("B"),
+        forward=seconds["F"],
+        backward_input=seconds["I"],
+        backward_weight=seconds["W"],
+        backward=seconds["B"],
         activation=sum(trace.saved.values()),
         residue=residue,
         parameters=sum(weights.values()),
@@ -289,32 +366,6 @@ def _backward(outputs: Any) -> None:
 
 
 @contextmanager
-def neighbours_at_work(models: Sequence[nn.Module], example: Any) -> Iterator[None]:
-    """Run forward and backward of every model on a thread of its own, again and again, while the block runs.
-
-    A layer that is measured beside them takes as long as beside ranks that are threads: they share the memory of the
-    machine and Python's interpreter lock.
-    """
-    args, kwargs = arguments(example)
-    done = threading.Event()
-
-    def work(model: nn.Module) -> None:
-        while not done.is_set():
-            with suppress(Exception):  # the measurement itself reports what fails
-                _backward(model(*args, **{**huggingface.defaults_of(model), **kwargs}))
-
-    threads = [threading.Thread(target=work, args=(model,), name="stageline neighbour") for model in models]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        for thread in threads:
-            thread.join()
-
-
-@contextmanager
 def _preserved_state(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Restore gradients, buffers and random state on exit, and disable hooks of parameters meanwhile."""
     parameters = list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
@@ -372,6 +423,9 @@ def with_loss(layers: Sequence[Layer]) -> tuple[Layer, ...]:
         backward_input=last.backward_input + loss.backward_input,
         backward_weight=last.backward_weight + loss.backward_weight,
         backward=last.backward + loss.backward,
+        ranges=tuple(
+            (low + more[0], high + more[1]) for (low, high), more in zip(last.ranges, loss.ranges, strict=False)
+        ),
         activation=last.activation + loss.activation,
         residue=last.residue + loss.residue,
         # The input and the output of a unit, and the gradient of its output, are added for a stage.

@@ -17,6 +17,7 @@ from torch import nn
 from stageline.autograd.graphs.options import Compile
 from stageline.common.checked_json import NonNegative
 from stageline.common.errors import StagelineError, shorten
+from stageline.model.neighbours import Launcher
 from stageline.model.partition.partition import spans_of
 from stageline.model.profile import Layer, Profile
 from stageline.model.profiler import profile as measure_profile
@@ -378,6 +379,11 @@ class SizedProfiles:
         least = (samples / low, 0.0) if samples < low else (0.0, 1.0) if samples > high else (0.0, 0.0)
         return _combine(self.profiles[low], self.profiles[high], (1.0 - share, share), least)
 
+    @property
+    def noisiest(self) -> Profile:
+        """The profile whose measurements varied most."""
+        return max(self.profiles.values(), key=lambda profile: profile.uncertainty)
+
     def note(self, sizes: Sequence[int]) -> str:
         """Say which sizes were measured, and how others were estimated; empty if all were measured."""
         measured = list(map(str, self.profiles))
@@ -417,6 +423,7 @@ def by_calls(profile: Profile, names: Sequence[str]) -> Profile:
         layer = by_name[name]
         shares: dict[str, Any] = {field: getattr(layer, field) / layer.calls for field in TIMES}
         shares |= {field: getattr(layer, field) // layer.calls for field in ("activation", "residue")}
+        shares["ranges"] = tuple((low / layer.calls, high / layer.calls) for low, high in layer.ranges)
         layers.append(replace(layer, calls=1, **shares))
     return replace(profile, layers=tuple(layers))
 
@@ -430,9 +437,13 @@ def measure_sizes(
     targets: Any = None,
     compile: Compile = False,
     repeats: int = 3,
+    neighbours: int = 0,
+    launcher: Launcher = "processes",
     progress: Callable[[str], None] = lambda text: None,
 ) -> SizedProfiles:
     """Profile a model, and its loss if there is one, on the example; if `several`, also on fewer of its samples.
+
+    Neighbours compute beside the largest number of samples.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
@@ -457,7 +468,10 @@ def measure_sizes(
         part = example if samples == all_samples else first_samples(example, samples)
         its_targets = targets if samples == all_samples or targets is None else first_samples(targets, samples)
         try:
-            measured = measure_profile(model, part, loss_fn=loss_fn, targets=its_targets, **options)
+            beside = neighbours if samples == all_samples else 0
+            measured = measure_profile(
+                model, part, loss_fn=loss_fn, targets=its_targets, neighbours=beside, launcher=launcher, **options
+            )
             profiles[samples] = by_calls(measured, names)
         except Exception:
             if samples == all_samples:

@@ -57,6 +57,8 @@ def _figures(plan: Plan) -> Iterator[str]:
     yield f"step        {format_seconds(plan.step_seconds)}, bubble {plan.bubble:.1%}"
     if plan.gap is not None:
         quality = "no order of this cut is faster" if plan.gap == 0 else f"at most {plan.gap:.1%} above the best order"
+        if plan.is_noisy:
+            quality = f"the measured times are noisy, so the step may be off by {plan.uncertainty:.0%}"
         yield f"bound       {format_seconds(plan.bound or 0.0)}: {quality}"
     totals = [rank.total for rank in plan.memory]
     fullest = max(range(len(totals)), key=totals.__getitem__)
@@ -68,6 +70,10 @@ def _figures(plan: Plan) -> Iterator[str]:
     for share in plan.costs.shares:
         if len(share.ranks) > share.capacity:
             yield f"shared      {len(share.ranks)} ranks compute at most {share.capacity:g} at a time"
+        if share.speeds and len(share.ranks) > 1:
+            count = min(len(share.ranks), len(share.speeds))
+            speed = f"{share.speeds[count - 1]:.0%} of their speed alone"
+            yield f"shared      {count} ranks that compute at once run at {speed}"
     if plan.mesh:
         yield f"mesh        {describe_mesh(plan.mesh, plan.reshard_after_forward)}"
     if plan.collectives.total:

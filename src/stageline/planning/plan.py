@@ -16,7 +16,9 @@ from stageline.common.checked_json import field as read
 from stageline.common.errors import JsonError, NothingFits, StagelineError, shorten
 from stageline.common.files import read_text, write_text
 from stageline.common.units import Size
-from stageline.model.profile import Profile
+from stageline.model.neighbours import Launcher
+from stageline.model.profile import NOISY, Profile
+from stageline.model.samples import FEW
 from stageline.planning import request as arguments
 from stageline.planning.candidates import Trial
 from stageline.planning.costs import RankMemory, Recompute
@@ -124,6 +126,8 @@ class Plan:
     """Seconds of a step in collectives of the mesh, on the rank that has most of them."""
     meshes: tuple[MeshAlternative, ...] = ()
     """With `devices`: the best plan of every other mesh, those that fit first, fastest first."""
+    uncertainty: float = 0.0
+    """How far the measured times varied, as a fraction; the step may be off by as much."""
     timeline: Timeline = field(init=False)
     """The planned step."""
 
@@ -155,6 +159,11 @@ class Plan:
     def bubble(self) -> float:
         """The fraction of the makespan in which the busiest rank is idle."""
         return share_above(self.timeline.makespan, self.timeline.ideal)
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether the measured times varied so much that differences between plans mean little."""
+        return self.uncertainty > NOISY
 
     @property
     def gap(self) -> float | None:
@@ -208,6 +217,7 @@ class Plan:
             "memory": [rank._asdict() for rank in self.memory],
             "caps": None if self.caps is None else list(self.caps),
             "notes": list(self.notes),
+            "uncertainty": self.uncertainty,
             "mesh": dict(self.mesh),
             "reshard_after_forward": self.reshard_after_forward,
             "collectives": self.collectives._asdict(),
@@ -234,6 +244,7 @@ def plan(
     devices: int | None = None,
     tp: int | Sequence[int] | None = None,
     cores: float | Sequence[Share] | None = None,
+    launcher: Launcher = "processes",
     speed: float | Sequence[float] | None = None,
     reshard_after_forward: str = "default",
     shard_optimizer: bool = False,
@@ -288,7 +299,9 @@ def plan(
 
     Ranks on one machine without GPUs share its `cores`: while more of them compute than there are cores for their
     threads, they slow each other down. By default every rank has its own; a list of `sl.Share` says which ranks share
-    what. With `ranks="auto"`, the number of ranks that share the cores is chosen, too.
+    what. With `ranks="auto"`, the number of ranks that share the cores is chosen, too. Where the ranks find a core each
+    on this machine, a model on the CPU is measured alone and with as many others at work, as processes or, with
+    `launcher="threads"`, as threads: they share memory, caches and, as threads, the interpreter lock.
 
     One of `ranks`, `mesh` and `devices` is given. `ranks` is the number of pipeline ranks. `mesh` has sizes of the
     dimensions pp, dp_replicate, dp_shard and tp, and `memory` is that of one of its processes: dp_shard and tp divide
@@ -319,9 +332,12 @@ def plan(
         raise StagelineError(f"shard_optimizer is True or False, got {shorten(shard_optimizer)}")
     progress = progress or (lambda text: None)
     limit = arguments.positive_seconds("time_limit", time_limit)
+    arguments.one_of("launcher", launcher, ("processes", "threads"))
+    neighbours = arguments.read_neighbours(cores, read_mesh(mesh, ranks)[1] if isinstance(ranks, int) else 1, model)
     profiles = arguments.read_profiles(
-        model, example, profile, samples, batch is not None, repeats, progress, loss_fn, targets, compile
-    )
+        model, example, profile, samples, batch is not None, repeats, progress, loss_fn, targets, compile,
+        neighbours if repeats >= FEW else 0, launcher,
+    )  # fmt: skip
     if parameter_bytes is None:
         parameter_bytes = arguments.bytes_per_parameter(model)
 
@@ -348,7 +364,9 @@ def plan(
             reshard=reshard,
             time=MeshTime(degrees, network, tensor_parallel, per_rank("speed", speed, degrees, num_ranks)),
             overhead=arguments.seconds("overhead", overhead),
-            shares=arguments.read_shares(cores, num_ranks, profiles.largest.threads),
+            shares=arguments.read_shares(
+                cores, num_ranks, profiles.largest.threads, profiles.largest.speeds, here=profile is None
+            ),
             recompute=arguments.read_recompute(recompute, profiles),
             names=arguments.read_families(schedule),
             schedule=schedule if isinstance(schedule, Schedule) else None,
@@ -419,6 +437,8 @@ def plan_of(search: PlanSearch) -> Plan:
     schedule = best.schedule or make_schedule(best.name, request.ranks, candidate.microbatches, **best.options)
     verify(schedule)
     notes = [request.profiles.note([samples for _, samples in request.splits]), *request.time.notes]
+    noisiest = request.profiles.noisiest
+    notes += [noisiest.noise]
     notes += [CUT_SHORT] if search.was_cut_short else []
     # The best cut of every other kind of plan; trials are sorted.
     alternatives: dict[Any, Alternative] = {}
@@ -440,6 +460,7 @@ def plan_of(search: PlanSearch) -> Plan:
         mesh=request.mesh,
         reshard_after_forward=request.reshard,
         collectives=search.evaluator.collectives(candidate),
+        uncertainty=noisiest.uncertainty,
     )
 
 
@@ -484,6 +505,7 @@ def parse_plan(text: str, source: str) -> Plan:
             reshard_after_forward=read(optional, "reshard_after_forward", Literal["default", "always", "never"]),
             collectives=read(optional, "collectives", Collectives),
             meshes=read(optional, "meshes", tuple[MeshAlternative, ...]),
+            uncertainty=read({"uncertainty": 0.0, **data}, "uncertainty", NonNegative),
         )
         if plan.recompute == ():
             raise JsonError('\'recompute\' must be "none", "stage" or a list of unit names, got an empty list')

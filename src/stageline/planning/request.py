@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal, TypeAlias
 
@@ -13,7 +13,9 @@ from torch import nn
 
 from stageline.autograd.graphs.options import Compile
 from stageline.common.errors import ScheduleError, StagelineError, nearest, shorten
+from stageline.common.machine import cores as machine_cores
 from stageline.common.units import parse_sizes
+from stageline.model.neighbours import Launcher
 from stageline.planning.costs import Recompute, SizedProfiles, StateBytes, measure_sizes
 from stageline.planning.mesh_costs import MeshTime
 from stageline.planning.network import per_rank
@@ -73,6 +75,8 @@ def read_profiles(
     loss_fn: Callable[[Any, Any], Any] | None = None,
     targets: Any = None,
     compile: Compile = False,
+    neighbours: int = 0,
+    launcher: Launcher = "processes",
 ) -> SizedProfiles:
     """Return the profiles of the request, or measure the model."""
     if profile is None:
@@ -82,7 +86,7 @@ def read_profiles(
             raise StagelineError(f"plan takes a model, an nn.Module, got {shorten(model)}")
         return measure_sizes(
             model, example, several=several, loss_fn=loss_fn, targets=targets, compile=compile, repeats=repeats,
-            progress=progress,
+            neighbours=neighbours, launcher=launcher, progress=progress,
         )  # fmt: skip
     if isinstance(profile, Mapping):
         return SizedProfiles.of(profile)
@@ -164,19 +168,41 @@ def read_ranks(ranks: Any, cores: Any, profiles: SizedProfiles) -> list[Any]:
     return list(range(1, max(1, min(int(cores // profiles.largest.threads), len(profiles.names))) + 1))
 
 
-def read_shares(cores: Any, ranks: int, threads: int) -> tuple[Share, ...]:
+def read_neighbours(cores: Any, ranks: int, model: nn.Module | None) -> int:
+    """Return how many other ranks compute on this machine beside one, each with a core for every thread of its own.
+
+    Without `cores`, ranks run on this machine if each of them finds its cores there, and the model is not on a GPU.
+    """
+    devices = {parameter.device.type for parameter in model.parameters()} if isinstance(model, nn.Module) else {"none"}
+    if devices - {"cpu"}:
+        return 0
+    threads = torch.get_num_threads()
+    if isinstance(cores, Sequence):
+        at_once = max((min(len(share.ranks), int(share.capacity)) for share in cores), default=1)
+    elif cores is None:
+        at_once = ranks if ranks <= machine_cores() // threads else 1
+    else:
+        at_once = min(ranks, int(cores) // threads)
+    return max(0, min(at_once, machine_cores() // threads) - 1)
+
+
+def read_shares(
+    cores: Any, ranks: int, threads: int, speeds: tuple[float, ...] = (), here: bool = False
+) -> tuple[Share, ...]:
     """Return what ranks share: `cores` is a number for all ranks, each with so many threads, or the shares themselves.
 
+    `speeds` are those of ranks that compute at once, `here` if they were measured for these ranks.
+
     >>> read_shares(4, ranks=8, threads=2)
-    (Share(ranks=(0, 1, 2, 3, 4, 5, 6, 7), capacity=2.0),)
+    (Share(ranks=(0, 1, 2, 3, 4, 5, 6, 7), capacity=2.0, speeds=()),)
     """
     if cores is None:
-        return ()
+        return (Share(range(ranks), ranks, speeds),) if here and speeds else ()
     if isinstance(cores, Sequence) and all(isinstance(share, Share) for share in cores):
-        return tuple(cores)
+        return tuple(share if share.speeds else replace(share, speeds=speeds) for share in cores)
     if not isinstance(cores, int | float) or isinstance(cores, bool) or not 0 < cores < LARGEST_COST:
         raise StagelineError(f"cores must be a number above 0, or a list of sl.Share, got {shorten(cores)}")
-    return (Share(range(ranks), cores / threads),)
+    return (Share(range(ranks), cores / threads, speeds),)
 
 
 def bytes_per_parameter(model: nn.Module | None) -> float:

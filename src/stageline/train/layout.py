@@ -160,20 +160,27 @@ def note_on_gpus(config: Config, layout: JobLayout) -> str:
     )
 
 
-def core_shares(layout: JobLayout, threads: int) -> tuple[Share, ...]:
+def ranks_here(layout: JobLayout) -> int:
+    """Return how many ranks of a job are on a host, of all its pipelines."""
+    if layout.processes == 1:
+        return layout.ranks
+    return int(os.environ.get("LOCAL_WORLD_SIZE", layout.processes))
+
+
+def core_shares(layout: JobLayout, threads: int, speeds: tuple[float, ...] = ()) -> tuple[Share, ...]:
     """Return what the ranks of a pipeline share, if each computes with so many threads: cores, or as threads a GPU.
 
-    On every host, the pipelines of a job share the cores equally.
+    On every host, the pipelines of a job share the cores equally. `speeds` are those of ranks that compute at once.
 
     >>> core_shares(JobLayout(4, 1, 1, 0, torch.device("cuda", 0)), threads=1)
-    (Share(ranks=(0, 1, 2, 3), capacity=1.0),)
+    (Share(ranks=(0, 1, 2, 3), capacity=1.0, speeds=()),)
     """
     ranks = range(layout.ranks)
     if layout.device.type != "cpu":
         return (Share(ranks, 1.0),) if layout.processes == 1 else ()
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", layout.processes)) if layout.processes > 1 else layout.ranks
+    here = ranks_here(layout)
     hosts = [ranks[first : first + here] for first in range(0, layout.ranks, here)]
-    return tuple(Share(host, cores() / threads * len(host) / here) for host in hosts)
+    return tuple(Share(host, cores() / threads * len(host) / here, speeds) for host in hosts)
 
 
 def _device(local_rank: int) -> torch.device:

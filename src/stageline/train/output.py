@@ -117,6 +117,8 @@ class Output:
             tokens=tokens,
             tokens_per_s=tokens / seconds,
             seconds=seconds,
+            makespan=self._measured.makespan if self._measured.is_aligned else None,
+            planned_makespan=self._planned.makespan,
             bubble=self._measured.bubble,
             planned_bubble=self._planned.bubble,
             memory=memory_in_use(setup.layout.device),
@@ -127,6 +129,7 @@ class Output:
         self._logged_memory = self.memory
         for replan in setup.pipe.replans[self._num_replans :]:
             self._planned = replan.timeline
+            self._planned.write(setup.folder.path / TIMELINES / PLANNED)
             self._logs.event("replan", step=step, said=str(replan), before=replan.before, after=replan.after)
         self._num_replans = len(setup.pipe.replans)
         every = config.metrics.timeline_freq

@@ -9,7 +9,6 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +28,7 @@ from stageline.distributed.bootstrap import job_host
 from stageline.distributed.rank_host import RankHost, decide_together
 from stageline.model.build.build import build, describe
 from stageline.model.profile import Profile
-from stageline.model.profiler import neighbours_at_work, profile, time_alone
+from stageline.model.profiler import profile, time_alone
 from stageline.model.split import Staged, split
 from stageline.planning.costs import by_calls
 from stageline.planning.plan import Plan, parse_plan, plan, read_plan
@@ -43,7 +42,15 @@ from stageline.train.checkpoint.remote import RemotePath, checkpoint_folder
 from stageline.train.config.config import Config, Recovery
 from stageline.train.config.rules import fixed_schedule
 from stageline.train.data import Data, Loader, Tokens, data_of, open_data
-from stageline.train.layout import ZERO_REPLICAS, BatchSizes, JobLayout, batch_sizes, core_shares, note_on_gpus
+from stageline.train.layout import (
+    ZERO_REPLICAS,
+    BatchSizes,
+    JobLayout,
+    batch_sizes,
+    core_shares,
+    note_on_gpus,
+    ranks_here,
+)
 from stageline.train.optimizers import warm_up_note
 from stageline.train.run_folder import CHOICE, PLAN, PROFILE, RunFolder
 from stageline.train.step import autocast, disable_broken_bfloat16
@@ -210,9 +217,6 @@ class Setup:
         if not text:
             if self.layout.device.type == "cpu":
                 self.alone = decide_together(self.host, self._measure_alone)
-                if 0 < self.layout.rank < cores() // torch.get_num_threads():
-                    with suppress(Exception):  # only to compute beside rank 0, as in a step; rank 0 reports errors
-                        self._profile()
             text = decide_together(self.host, self._choose)
             self.__dict__.pop("_whole_model", None)
         self.choice = parse_plan(text, "the plan of rank 0")
@@ -250,7 +254,7 @@ class Setup:
             self.batches.microbatches,
             memory,
             self._plan_mesh,
-            core_shares(self.layout, measured.threads),
+            core_shares(self.layout, measured.threads, measured.speeds),
             self._stage_overhead(),
         )
         self.notes += [note] if note else []
@@ -276,11 +280,7 @@ class Setup:
                 f"{self.task.name} sees the tokens that it is to predict: its output at a position changes with the "
                 "tokens after it; use a causal model, or samples of your own"
             )
-        neighbours: list[nn.Module] = []
-        with suppress(Exception):  # not every model can be copied
-            neighbours = [deepcopy(model) for _ in range(self._neighbours)]
-        with neighbours_at_work(neighbours, example):
-            measured = self._measure(model, example, targets)
+        measured = self._measure(model, example, targets)
         memory = device_memory(model)
         sharing = self.layout.ranks if self.layout.processes == 1 else 1  # ranks that are threads share a GPU
         named = by_calls(measured, [unit.name for unit in split(model, 1, example=example).units])
@@ -335,16 +335,17 @@ class Setup:
 
     @property
     def _neighbours(self) -> int:
-        """The ranks that compute beside another one as threads on the cores of this machine."""
-        layout = self.layout
-        if layout.processes > 1 or layout.device.type != "cpu":
+        """The ranks that compute beside another one on the cores of this machine."""
+        if self.layout.device.type != "cpu":
             return 0
-        return max(0, min(layout.ranks, cores() // torch.get_num_threads()) - 1)
+        return max(0, min(ranks_here(self.layout), cores() // torch.get_num_threads()) - 1)
 
     def _measure(self, model: nn.Module, example: Any, targets: Any) -> Profile:
         """Profile a model in the precision of a step, with the loss, unless it is the user's: it may count calls."""
         with autocast(self.layout.device, self.config.training.mixed_precision_param):
+            launcher = "threads" if self.layout.processes == 1 else "processes"
             options: Any = {"compile": self._compile, "repeats": 3, "warmup": 1}
+            options |= {"neighbours": self._neighbours, "launcher": launcher}
             if self.task.user_loss is None and ":" not in self.task.loss_name:
                 with suppress(StagelineError):  # the first step reports why a loss fails
                     return profile(model, example, loss_fn=self.task.loss.function, targets=targets, **options)

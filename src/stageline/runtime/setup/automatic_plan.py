@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from stageline.autograd.recompute import Choice, parse_recompute
 from stageline.common.errors import StagelineError, shorten
+from stageline.common.machine import cores
 from stageline.distributed.bootstrap import find_host, several_processes
 from stageline.distributed.rank_host import RankHost, decide_together
 from stageline.model.build.build import Description, build
@@ -118,6 +121,7 @@ def _plan(
 ) -> Plan:
     from stageline.planning.plan import plan
     from stageline.planning.request import device_memory
+    from stageline.timeline.costs import Share
 
     example = options.example
     whole = batch_size(example, "the example")
@@ -125,10 +129,16 @@ def _plan(
         raise StagelineError(f"microbatches is a whole number from 1, got {shorten(microbatches)}")
     size = max(1, -(-whole // (microbatches or ranks)))
     room = device_memory(model)
+    as_threads = shared == ranks
+    here = ranks if as_threads else min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+    capacity = max(1.0, cores() / torch.get_num_threads()) if room is None else 1.0
+    hosts = [range(first, min(first + here, ranks)) for first in range(0, ranks, here)]
     return plan(
         model,
         beside(model, first_samples(example, size)),
         ranks=ranks if mesh is None else None,
+        cores=[Share(host, capacity) for host in hosts] if room is None or as_threads else None,
+        launcher="threads" if as_threads else "processes",
         mesh=mesh,
         batch=whole if microbatches is None else None,
         microbatches=microbatches,
