@@ -222,7 +222,7 @@ VERBS = [
     "check",
     "train",
 ]
-VERBS += ["report", "studio", "synthesize", "plan", "selftest"]
+VERBS += ["report", "studio", "generate", "synthesize", "plan", "selftest"]
 
 
 @pytest.mark.parametrize("verb", VERBS)

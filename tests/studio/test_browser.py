@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+import stageline as sl
+from stageline.timeline import draw
 from stageline.train.events import MetricsFile
 from support.profiles import even
 from support.studios import RunningStudio, chromium, studio
@@ -161,3 +163,14 @@ def test_the_cut_of_a_profile_is_dragged(visitor: Visitor, tmp_path: Path) -> No
     page.wait_for_url(re.compile("counts=7,1"))
     page.get_by_text("Border 1 of 1: between layers.6 and layers.7").wait_for()
     assert text(makespan) != before
+
+
+def test_a_tap_shows_the_tooltip_of_a_timeline_in_a_file(visitor: Visitor, tmp_path: Path) -> None:
+    timeline = sl.simulate(sl.schedule("1f1b", ranks=4, microbatches=8))
+    (tmp_path / "timeline.html").write_text(draw.html(timeline), encoding="utf-8")
+    page = visitor.browser.new_context(**PHONE).new_page()
+    page.goto((tmp_path / "timeline.html").as_uri())
+    box = page.locator("canvas").bounding_box()
+    page.touchscreen.tap(box["x"] + 72 + (box["width"] - 80) * 11 / 33, box["y"] + 8)
+    wait_until(page, page.locator("#tip"), "stage 0, microbatch 0")
+    assert page.locator("#tip").is_visible()

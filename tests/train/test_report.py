@@ -512,6 +512,27 @@ def test_the_command_writes_the_page_where_asked_and_opens_it(
     assert "cannot read nowhere: no such folder" in capsys.readouterr().err
 
 
+def test_the_command_compares_several_runs(tmp_path: Path, capsys: Capture) -> None:
+    folders = [make(tmp_path / name, step_rows(3)) for name in ("a", "b")]
+    (folders[1] / "config.toml").write_text("[training]\nsteps = 7\n")
+    assert command(["report", *map(str, folders)]) == 0
+    assert capsys.readouterr().err.splitlines()[-1] == "wrote the comparison to comparison.html"
+    page = Path("comparison.html").read_text()
+    assert "a and b" in page
+    assert 'class="run0"' in page
+    assert 'class="run1"' in page
+    assert '<th scope="row">training.steps</th>' in page
+    assert "https://" not in page
+    assert command(["report", str(folders[0]), "nowhere"]) == 2
+
+
+def test_the_page_of_a_running_job_loads_itself_again(tmp_path: Path) -> None:
+    folder = make(tmp_path / "run", step_rows(2))
+    running = make_report(folder).read_text()
+    assert re.search(r'"lastEvent":[0-9]', running)
+    assert '"lastEvent":null' in make_report(folder, tmp_path / "copy.html").read_text()  # nobody writes it again
+
+
 def test_the_command_leaves_torch_alone(tmp_path: Path) -> None:
     make(tmp_path / "run", step_rows(2))
     code = "import sys; from stageline.cli.app import run; print(run(['report', 'run']), 'torch' in sys.modules)"

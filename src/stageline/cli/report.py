@@ -1,4 +1,4 @@
-"""`stageline report`: a run as one page."""
+"""`stageline report`: a run, or a comparison of several, as one page."""
 
 from __future__ import annotations
 
@@ -11,23 +11,34 @@ from typer import Argument, Option
 
 
 def command(
-    run: Annotated[Path, Argument(metavar="RUN", help="Folder of the run (job.dump_folder).", show_default=False)],
+    runs: Annotated[
+        list[Path],
+        Argument(metavar="RUN…", help="Folder of a run (job.dump_folder); several to compare.", show_default=False),
+    ],
     out: Annotated[
-        Path | None, Option("-o", "--out", metavar="FILE", help="The page. Default: report.html in the run's folder.")
+        Path | None,
+        Option(
+            "-o",
+            "--out",
+            metavar="FILE",
+            help="The page. Default: report.html in the run's folder; comparison.html here for several runs.",
+        ),
     ] = None,
     open_it: Annotated[bool, Option("--open", help="Open the page in the browser.")] = False,
 ) -> None:
     """Write the report of a training run as one HTML page: losses, throughput, and where each rank's time went.
 
-    The run may still be in progress, or may have been killed. The page needs no network and no other file.
+    Several runs are compared: their figures, their charts laid over each other, and what differs in their configs. A
+    run may still be in progress, or may have been killed. The page needs no network and no other file.
 
     Examples:
       stageline report outputs
       stageline report outputs -o report.html --open
+      stageline report baseline larger-lr
     """
-    from stageline.train.report import make_report
+    from stageline.train.report import make_comparison, make_report
 
-    page = make_report(run, out)
-    print(f"wrote the report to {page}", file=sys.stderr)
+    page = make_report(runs[0], out) if len(runs) == 1 else make_comparison(runs, out or "comparison.html")
+    print(f"wrote the {'report' if len(runs) == 1 else 'comparison'} to {page}", file=sys.stderr)
     if open_it and not webbrowser.open(page.resolve().as_uri()):
         print("no browser could be started", file=sys.stderr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,9 +15,9 @@ from stageline.common.checked_json import Count, Range, from_json, number_or_non
 from stageline.common.errors import StagelineError
 from stageline.studio.arrays import structure_of, times_of
 from stageline.timeline.explain import Parts, explain
-from stageline.train.config.config import Config
 from stageline.train.events import RETURNS, Row, checkpoint_text, read_metrics, recovery_text, validation_text
 from stageline.train.report.charts import Series
+from stageline.train.report.comparison import config_differences
 from stageline.train.report.page import key_figures, status_of
 from stageline.train.report.run import Run, check_folder, is_run, read_run
 from stageline.train.run_folder import METRICS
@@ -185,8 +185,9 @@ class LiveRuns:
         known = from_json(RunsRequest, data, "request", prefix="").known
         runs = self.all()
         padded = [*known, *(KnownRun() for _ in runs)]
+        differences = [row._asdict() for row in config_differences([live.run for live in runs])]
         answers = [run.answer(has) for run, has in zip(runs, padded, strict=False)]
-        return {"runs": answers, "differences": config_differences([live.run for live in runs])}
+        return {"runs": answers, "differences": differences}
 
     def timelines(self, data: object) -> dict[str, Any]:
         """Return the newest measured step of a run beside its plan; nothing if the page has it."""
@@ -217,24 +218,3 @@ def _runs_in(folder: Path) -> Iterator[Path]:
         yield folder
     elif folder.is_dir():
         yield from sorted(child for child in folder.iterdir() if child.is_dir() and is_run(child))
-
-
-def config_differences(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return the options that differ between runs, with the value of each run; unset ones have their default.
-
-    >>> a, b = (Run(Path(name), None, settings={"training": {"steps": steps}}) for name, steps in (("a", 1), ("b", 2)))
-    >>> config_differences([a, b])
-    [{'option': 'training.steps', 'values': ['1', '2']}]
-    """
-    rows = []
-    for section, defaults in asdict(Config()).items():
-        for name, default in defaults.items():
-            values = [run.settings.get(section, {}).get(name, _plain(default)) for run in runs]
-            if any(value != values[0] for value in values) and (section, name) != ("job", "dump_folder"):
-                shown = [value if isinstance(value, str) else str(value).lower() for value in values]
-                rows.append({"option": f"{section}.{name}", "values": [text[:100] for text in shown]})
-    return rows
-
-
-def _plain(default: object) -> object:
-    return list(default) if isinstance(default, tuple) else default

@@ -10,12 +10,14 @@ import statistics
 import sys
 import time
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
 
 from stageline._version import __version__
+from stageline.common.errors import StagelineError
 from stageline.common.interrupts import StopSignals
 from stageline.common.machine import cores
 from stageline.common.units import format_seconds
@@ -32,6 +34,8 @@ from stageline.train.step import StepResult
 
 MAX_STEPS = 1000
 """The newest steps, whose median time is printed at the end."""
+REPORT_SECONDS = 30.0
+"""While the job runs, the report is written at most this often, and takes at most a hundredth of the time."""
 
 
 class Output:
@@ -51,6 +55,7 @@ class Output:
         """The bytes in use by each process after the last step; empty if they are not known yet."""
         self._logged_memory: tuple[int, ...] = ()
         self._marks_until = 0
+        self._next_report = time.monotonic() + REPORT_SECONDS
 
     def recovery(self, attempt: Attempt, step: int, state: str, reported: int, *, mark_all: bool) -> None:
         """Log a recovery, and mark the steps that it affects: those that are repeated, the first new one, or all."""
@@ -136,6 +141,17 @@ class Output:
         if (every and step % every == 0) or step == config.training.steps:
             self._measured.write(setup.folder.path / timeline_file(step))
             self._logs.event("timeline", step=step, file=timeline_file(step))
+        if time.monotonic() > self._next_report:
+            self._refresh_report()
+
+    def _refresh_report(self) -> None:
+        """Write the report of the steps so far; what keeps it from being written is said at the end."""
+        from stageline.train.report import make_report
+
+        started = time.monotonic()
+        with suppress(StagelineError):
+            make_report(self._setup.folder.path)
+        self._next_report = time.monotonic() + max(REPORT_SECONDS, 100 * (time.monotonic() - started))
 
     def finish(self, step: int, why: str) -> None:
         """Write a sample of a language model, and a page of the planned and measured timeline.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from html import escape
@@ -32,7 +32,8 @@ MAX_LENGTH = 2000
 def make_report(run_folder: str | Path, out: str | Path | None = None) -> Path:
     """Write the report of a run as one self-contained page, and return its path.
 
-    The page is `report.html` in the run's folder, or `out`. The run may still be running, or may have been killed.
+    The page is `report.html` in the run's folder, or `out`. The run may still be running, or may have been killed. The
+    page of a running job is in its folder, and loads itself again, because the job writes it now and then.
 
     >>> from stageline.train.config.config import Config
     >>> from stageline.train.events import Logs
@@ -44,28 +45,43 @@ def make_report(run_folder: str | Path, out: str | Path | None = None) -> Path:
     ('report.html', True)
     """
     run = read_run(run_folder)
-    target = run.folder / REPORT if out is None else Path(out)
+    return write_page(html(run, reloads=out is None), run.folder / REPORT if out is None else Path(out))
+
+
+def write_page(text: str, target: Path) -> Path:
+    """Write a page; refuse a folder."""
     if target.is_dir():
         raise StagelineError(
             f"cannot write the report to {target}: it is a folder; name a file in it, like report.html"
         )
-    text = html(run).encode("utf-8", "replace").decode()
-    write_text(target, text)
+    write_text(target, text.encode("utf-8", "replace").decode())
     return target
 
 
-def html(run: Run) -> str:
-    """Return the page as HTML."""
-    charts = [chart for chart in charts_of(run) if any(len(line.series) for line in chart.lines)]
+def html(run: Run, *, reloads: bool = False) -> str:
+    """Return the page as HTML; `reloads` if a page of a run without an end loads itself again."""
+    times = [seconds for row in run.history.rows[-20:] if (seconds := number_or_none(row.get("time"))) is not None]
+    last = times[-1] if reloads and run.end is None and times else None
+    return assemble(run.name, header(run), charts_of(run), _sections(run), last)
+
+
+def assemble(
+    title: str, head: str, charts: Sequence[Chart], sections: Iterable[str], last_event: float | None = None
+) -> str:
+    """Return a page as HTML: a header, charts on one axis of steps, sections.
+
+    With the time of its last event, the page loads itself again until that is long ago.
+    """
+    charts = [chart for chart in charts if any(len(line.series) for line in chart.lines)]
     ranges = [line.series.steps[[0, -1]].tolist() for chart in charts for line in chart.lines if len(line.series)]
     steps = step_axis(min((low for low, _ in ranges), default=0), max((high for _, high in ranges), default=1))
     rendered = [draw(chart, steps, f"chart{number}") for number, chart in enumerate(charts)]
-    data = {"low": steps.low, "high": steps.high, "charts": [points for _, points in rendered]}
+    data = {"low": steps.low, "high": steps.high, "charts": [points for _, points in rendered], "lastEvent": last_event}
     pictures = "".join(picture for picture, _ in rendered)
     charts_section = f'<section class="charts" aria-label="Over the steps">{pictures}</section>' if pictures else ""
     fields = {
-        "title": escape(run.name),
-        "body": "\n".join([header(run), charts_section, *_sections(run)]),
+        "title": escape(title),
+        "body": "\n".join([head, charts_section, *sections]),
         # Escape "<" so that no name can close the script element.
         "data": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
     }
