@@ -60,12 +60,14 @@ if TYPE_CHECKING:
     from stageline.timeline.io import read_timeline
     from stageline.timeline.simulate import simulate
     from stageline.timeline.timeline import Timeline
+    from stageline.train.callbacks import Callback
     from stageline.train.config.config import Config
     from stageline.train.pipeline_state import load_checkpoint, save_checkpoint
     from stageline.train.trainer import Trainer
 
 __all__ = [
     "Action",
+    "Callback",
     "Certificate",
     "Channel",
     "Comparison",
@@ -159,6 +161,7 @@ _MODULES = {
     "runtime.check": "Report check",
     "runtime.pipeline": "Pipeline",
     "runtime.step_report": "Evaluation StepStats",
+    "train.callbacks": "Callback",
     "train.config.config": "Config",
     "train.pipeline_state": "load_checkpoint save_checkpoint",
     "train.trainer": "Trainer",

@@ -3,7 +3,8 @@
 Read in order: `launch` (ranks as processes of this machine), `trainer`, `setup`, `layout` (ranks, replicas, batches),
 `task` (model and loss), `gpt` (the built-in model), `step`, `optimizers`, `pipeline_state` (weights and optimizer in a
 checkpoint), `checkpoint_state`, `snapshots` and `recovery` (states in host memory, for ranks that are lost),
-`run_folder`, `output`, `generation` (text from a trained model), `generation_job`, `events`, `screen`, `preflight`
-(checks without training) and `ray_trainer` (a job on a Ray cluster); then the subpackages `config/`, `data/`,
-`checkpoint/` and `report/`. Nothing here knows how a pipeline step runs: that is `stageline.runtime`.
+`run_folder`, `output`, `model_flops` (MFU), `generation` (text from a trained model), `generation_job`, `callbacks`,
+`validation_metrics`, `events`, `screen`, `preflight` (checks without training) and `ray_trainer` (a job on a Ray
+cluster); then the subpackages `config/`, `data/`, `checkpoint/` and `report/`. Nothing here knows how a pipeline step
+runs: that is `stageline.runtime`.
 """

@@ -189,6 +189,8 @@ class JobCheckpoints:
             deadline=max(60.0, config.comm.train_timeout_seconds),
         )
         self._reported, self._blocked_seconds = -1, 0.0
+        self.on_save: Callable[[int, str], object] = lambda step, path: None
+        """Called on the main process with each checkpoint that is published."""
 
     def __enter__(self) -> Self:
         return self
@@ -251,6 +253,8 @@ class JobCheckpoints:
                 bytes=saved.bytes,
                 blocked=self._blocked_seconds,
             )
+            if self._layout.main:
+                self.on_save(saved.step, str(saved.path))
 
     def _write(
         self,

@@ -1,13 +1,14 @@
-"""The events of a job: JSON lines in its metrics file, lines on the screen, scalars for TensorBoard."""
+"""The events of a job: JSON lines in its metrics file, lines on the screen, scalars for TensorBoard and wandb."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -53,7 +54,9 @@ class Logs:
         self._every = max(1, config.metrics.log_freq)
         self._lock = threading.Lock()  # a checkpoint may report from its own thread
         self._file: MetricsFile | None = None
-        self._board: TensorBoard | None = None
+        self._trackers: list[TensorBoard | WeightsAndBiases] = []
+        self.on_event: Callable[[Row], object] = lambda row: None
+        """Called with each event after it is logged."""
         self._closed = False
         self._pace = Pace()
         self._started: float | None = None
@@ -63,7 +66,9 @@ class Logs:
             return
         self._screen: Screen = open_screen(console, colour=not config.metrics.disable_color_printing)
         if config.metrics.enable_tensorboard:
-            self._board = TensorBoard(self.folder / config.metrics.save_tb_folder)
+            self._trackers.append(TensorBoard(self.folder / config.metrics.save_tb_folder))
+        if config.metrics.enable_wandb:
+            self._trackers.append(WeightsAndBiases(config, self.folder))
 
     def event(self, event: str, **row: Any) -> None:
         """Log an event: its kind, its `step`, and its other values."""
@@ -79,8 +84,9 @@ class Logs:
                 self._file = MetricsFile(self.folder / METRICS, full["step"] if event in RETURNS else None)
             self._file.write(full)
             self._print(full)
-            if self._board is not None:
-                self._board.write(full)
+            for tracker in self._trackers:
+                tracker.write(full)
+        self.on_event(full)
 
     def close(self) -> None:
         """Close the files and restore the terminal; a second call does nothing."""
@@ -92,8 +98,8 @@ class Logs:
             self._screen.close()
             if self._file is not None:
                 self._file.close()
-            if self._board is not None:
-                self._board.close()
+            for tracker in self._trackers:
+                tracker.close()
 
     def __enter__(self) -> Logs:
         return self
@@ -189,6 +195,15 @@ def checkpoint_text(row: Row) -> str:
 EXCLUDED = ("step", "time")
 
 
+def _scalars(row: Row) -> dict[str, float]:
+    """Return the numbers of an event, with names such as train/loss."""
+    if row["event"] in ("start", "end"):
+        return {}
+    name = "train" if row["event"] == "step" else row["event"]
+    numbers = {f"{name}/{key}": number_or_none(value) for key, value in row.items() if key not in EXCLUDED}
+    return {key: number for key, number in numbers.items() if number is not None}
+
+
 class TensorBoard:
     """Writes every number of an event as a scalar: train/loss, train/bubble, validation/loss, checkpoint/seconds."""
 
@@ -210,20 +225,53 @@ class TensorBoard:
         if self._writer is None:
             again = step + 1 if row["event"] == "start" and step > 0 else None
             self._writer = self._module.SummaryWriter(str(self._folder), purge_step=again)
-        if row["event"] in ("start", "end"):
-            return
-        name = "train" if row["event"] == "step" else row["event"]
         now = number_or_none(row.get("time"))
-        for key, value in row.items():
-            number = number_or_none(value)
-            if key not in EXCLUDED and number is not None:
-                self._writer.add_scalar(f"{name}/{key}", number, step, walltime=now)
+        for key, number in _scalars(row).items():
+            self._writer.add_scalar(key, number, step, walltime=now)
 
     def close(self) -> None:
         """Flush and close the files."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+class WeightsAndBiases:
+    """Sends every number of an event to wandb, under the same names as TensorBoard; a resumed run continues there."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        """Import wandb; the run begins there with the first event."""
+        try:
+            self._module = importlib.import_module("wandb")
+        except ImportError as error:
+            raise StagelineError(
+                f"metrics.enable_wandb needs wandb, which cannot be imported ({error}): pip install "
+                "'stageline[wandb]', or remove the option"
+            ) from None
+        self._config, self._folder = config, folder
+        self._run: Any = None
+
+    def write(self, row: Row) -> None:
+        """Send the numbers of an event."""
+        if self._run is None:
+            name = self._folder.absolute().name
+            self._run = self._module.init(
+                project=self._config.metrics.wandb_project,
+                name=name,
+                id=f"{name}-{hashlib.sha256(str(self._folder.absolute()).encode()).hexdigest()[:8]}",
+                resume="allow",
+                notes=self._config.job.description or None,
+                config=self._config.to_dict(),
+                dir=str(self._folder),
+            )
+        if numbers := _scalars(row):
+            self._run.log(numbers, step=row["step"])
+
+    def close(self) -> None:
+        """End the run there."""
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
 
 
 Row = dict[str, Any]

@@ -27,6 +27,7 @@ from stageline.timeline import draw
 from stageline.timeline.timeline import Timeline
 from stageline.train.events import Logs, read_metrics
 from stageline.train.generation import Sampling, generate
+from stageline.train.model_flops import flops_per_token, peak_flops
 from stageline.train.run_folder import ENVIRONMENT, METRICS, PLANNED, SAMPLE, TIMELINE_PAGE, TIMELINES, timeline_file
 from stageline.train.screen import WARM_UP, put
 from stageline.train.setup import Setup
@@ -56,6 +57,17 @@ class Output:
         self._logged_memory: tuple[int, ...] = ()
         self._marks_until = 0
         self._next_report = time.monotonic() + REPORT_SECONDS
+        self._flops, self._peak = self._find_flops()
+
+    def _find_flops(self) -> tuple[float, float | None]:
+        """Return the FLOPs of a step, and the peak FLOP/s of all devices; None if that is unknown."""
+        setup, training = self._setup, self._setup.config.training
+        if not setup.tokens or not setup.task.predicts_tokens:
+            return 0.0, None
+        dtype = training.mixed_precision_param if training.dtype == "float32" else training.dtype
+        peak = peak_flops(setup.layout.device, dtype, setup.config.metrics.peak_tflops)
+        tokens = setup.batches.per_step * setup.tokens
+        return flops_per_token(setup.pipe.model, setup.tokens) * tokens, peak and peak * setup.layout.processes
 
     def recovery(self, attempt: Attempt, step: int, state: str, reported: int, *, mark_all: bool) -> None:
         """Log a recovery, and mark the steps that it affects: those that are repeated, the first new one, or all."""
@@ -121,6 +133,7 @@ class Output:
             lr=config.optimizer.lr * rate,
             tokens=tokens,
             tokens_per_s=tokens / seconds,
+            **({"mfu": self._flops / seconds / self._peak} if self._peak else {}),
             seconds=seconds,
             makespan=self._measured.makespan if self._measured.is_aligned else None,
             planned_makespan=self._planned.makespan,

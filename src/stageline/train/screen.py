@@ -216,9 +216,8 @@ def parts_of(row: Mapping[str, Any], total: int, left: float | None, taken: floa
     ' 12/300  loss 2.3100  2:31 left'
     """
     parts = [Part(f"{row['step']:>{len(str(total))}}/{total}", 9, "bold")]
-    values = {
-        name: number_or_none(row.get(name)) for name in ("loss", "tokens_per_s", "bubble", "planned_bubble", "memory")
-    }
+    names = ("loss", "tokens_per_s", "mfu", "bubble", "planned_bubble", "memory")
+    values = {name: number_or_none(row.get(name)) for name in names}
     if values["loss"] is not None:
         finite = math.isfinite(values["loss"])
         parts.append(Part(f"loss {format_loss(values['loss'])}", 8, "" if finite else "bold red"))
@@ -226,6 +225,8 @@ def parts_of(row: Mapping[str, Any], total: int, left: float | None, taken: floa
         parts.append(Part("skipped", 6, "yellow"))
     if values["tokens_per_s"] is not None:
         parts.append(Part(f"{format_count(values['tokens_per_s'])} tok/s", 4))
+    if values["mfu"] is not None:
+        parts.append(Part(f"MFU {format_percent(values['mfu'])}", 4))
     if values["bubble"] is not None:
         parts.append(Part(f"bubble {format_percent(values['bubble'])}", 5))
     if values["planned_bubble"] is not None:

@@ -77,10 +77,11 @@ class Setup:
         model: Callable[[], nn.Module] | None = None,
         loss_fn: Callable[[Any, Any], Any] | None = None,
         data: Data | Iterable[Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
-        """`model`, `loss_fn` and `data` replace those of the configuration."""
+        """`model`, `loss_fn` and `data` replace those of the configuration; `collate_fn` makes batches of samples."""
         self.config, self.layout, self.folder = config, layout, folder
-        self._model, self._loss_fn, self._data = model, loss_fn, data
+        self._model, self._loss_fn, self._data, self._collate_fn = model, loss_fn, data, collate_fn
         self.resumes = False
         """Whether the folder holds a run to resume."""
         self.notes: list[str] = []
@@ -92,7 +93,8 @@ class Setup:
 
     def for_layout(self, config: Config, layout: JobLayout) -> Setup:
         """The same job with fewer or more processes; keeps the data that is open."""
-        setup = Setup(config, layout, self.folder, self._model, self._loss_fn, getattr(self, "data", self._data))
+        data = getattr(self, "data", self._data)
+        setup = Setup(config, layout, self.folder, self._model, self._loss_fn, data, self._collate_fn)
         setup.nominal_per_step = self.nominal_per_step
         return setup
 
@@ -142,6 +144,8 @@ class Setup:
             self.data = open_data(config)
         else:
             self.data = self._data if isinstance(self._data, Data) else data_of(self._data, config)
+        if self._collate_fn is not None:
+            self.data.collate_with(self._collate_fn)
         self.loader = Loader(self.data.train, batch=self.batches.per_step, seed=config.training.seed)
         self.task = self._make_task()
         if self.task.configured is not None:

@@ -22,6 +22,7 @@ from stageline.runtime.step_report import StepStats
 from stageline.train.data import Batch, Loader
 from stageline.train.optimizers import Optimizer
 from stageline.train.task import Task, count_targets, evaluating
+from stageline.train.validation_metrics import MetricsOfValidation
 
 
 @dataclass(frozen=True)
@@ -109,10 +110,12 @@ class TrainingStep:
         inputs, targets = self.task.batch(*batch)
         return {"inputs": inputs, "targets": targets, "count": self._count([batch])}
 
-    def evaluate(self, inputs: Any, targets: Any) -> tuple[float, float | None]:
+    def evaluate(
+        self, inputs: Any, targets: Any, metrics: MetricsOfValidation | None = None
+    ) -> tuple[float, float | None]:
         """Return the loss on a batch without training, and the total weight of its targets; None for a mean loss.
 
-        A batch in which no target counts has loss and weight 0.
+        A batch in which no target counts has loss and weight 0. `metrics` collects the outputs.
         """
         count = count_targets(self._loss, targets)
         count = None if count is None else self._total(count)
@@ -120,7 +123,10 @@ class TrainingStep:
             return 0.0, 0.0
         inputs, targets = self.task.batch(inputs, targets)
         with evaluating(self.pipe.model), autocast(self._device, self._mixed):
-            return self.pipe.evaluate(inputs, targets, count=count).loss or 0.0, count
+            evaluation = self.pipe.evaluate(inputs, targets, count=count, outputs=metrics is not None)
+        if metrics is not None:
+            metrics.add(evaluation.outputs, targets)
+        return evaluation.loss or 0.0, count
 
     def _count(self, batches: Sequence[Batch]) -> float | None:
         """Return the total weight of the targets of all batches and replicas; None for a mean loss."""
@@ -240,14 +246,21 @@ class Validation:
         self._batches = validation_batches(available, wanted, local, replicas)
         self.samples = sum(count for _, count in self._batches)
         """The number of samples, over all replicas."""
+        self.metrics: dict[str, float] = {}
+        """The user's metrics of the last evaluation."""
         if not self.samples:
             raise StagelineError(
                 f"{loader.source.name} holds {available} to validate on, and each of {replicas} replicas takes one at "
                 "least; raise validation.fraction, use a validation.dataset_path, or set validation.enable to false"
             )
 
-    def loss(self, step: TrainingStep, interrupted: Callable[[], bool] = lambda: False) -> float | None:
-        """Return the loss over all samples, weighted by their targets where some do not count.
+    def loss(
+        self,
+        step: TrainingStep,
+        interrupted: Callable[[], bool] = lambda: False,
+        metrics: MetricsOfValidation | None = None,
+    ) -> float | None:
+        """Return the loss over all samples, weighted by their targets where some do not count; and set `metrics`.
 
         `interrupted` is called before every batch, and returns the same value on all processes: True ends the
         evaluation, which then returns None.
@@ -257,7 +270,7 @@ class Validation:
             if interrupted():
                 return None
             start, stop = (count * replica // self._replicas for replica in (self._replica, self._replica + 1))
-            loss, batch_weight = step.evaluate(*self._loader.samples(first + start, stop - start))
+            loss, batch_weight = step.evaluate(*self._loader.samples(first + start, stop - start), metrics)
             batch_weight = float(count) if batch_weight is None else batch_weight
             total, weight = total + loss * batch_weight, weight + batch_weight
         if not weight > 0:
@@ -265,4 +278,5 @@ class Validation:
                 f"none of the {self.samples} validation samples has a target that counts: all are ignored, or have "
                 "weight 0"
             )
+        self.metrics = {} if metrics is None else metrics.result()
         return total / weight

@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from stageline.common.errors import StagelineError
 from stageline.common.interrupts import StopSignals
 from stageline.distributed.attempts import number_of
 from stageline.distributed.failures import OutOfMemory
 from stageline.distributed.rank_host import RankHost, decide_together
 from stageline.faults.flight_recorder import flights_into
+from stageline.train.callbacks import Callback, Callbacks
 from stageline.train.checkpoint.remote import checkpoint_folder, is_remote
 from stageline.train.checkpoint_state import (
     JobCheckpoints,
@@ -42,6 +44,7 @@ from stageline.train.run_folder import FLIGHT, METRICS, RunFolder
 from stageline.train.screen import put
 from stageline.train.setup import Setup, in_config_words
 from stageline.train.step import LossScale, StepResult, TrainingStep, Validation
+from stageline.train.validation_metrics import ComputeMetrics, MetricsOfValidation
 
 CONTINUOUS_STEPS = 8
 """Continuous steps between two checks for signals and the time limit."""
@@ -54,7 +57,7 @@ class Result:
     step: int
     """The last step."""
     why: str
-    """finished, time limit, early stop, or stopped by a signal."""
+    """finished, time limit, early stop, stopped by a callback, or stopped by a signal."""
     loss: float | None
     """The loss of the last step; None if this start made no step."""
     validation_loss: float | None
@@ -81,12 +84,20 @@ class Trainer:
         loss_fn: Callable[[Any, Any], Any] | None = None,
         data: Data | Iterable[Any] | None = None,
         on_step: Callable[[int, StepResult], object] | None = None,
+        callbacks: Iterable[Callback] = (),
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        compute_metrics: ComputeMetrics | None = None,
     ) -> None:
         """`config` is a `Config`, the path of a TOML file, or None for the built-in default.
 
         `model` builds the model, `loss_fn` is its loss, and `data` is an iterable of samples (inputs and targets, or a
         dict) or the result of `open_data`; each replaces what the configuration names. `on_step` is called on every
-        process with the number and the figures of each step.
+        process with the number and the figures of each step; `callbacks` also hear of validations, checkpoints and the
+        end (see `Callback`).
+
+        `collate_fn` turns a list of samples of `data` into a batch: inputs and targets, or a dict. `compute_metrics` is
+        called after every validation with the outputs of the model and the targets, as (predictions, label_ids), and
+        returns a dict of numbers, which are logged.
         """
         self.config = config if isinstance(config, Config) else read_config(config)
         threads = replace(self.config.parallelism, launcher="threads")  # unless this is one of several processes
@@ -97,7 +108,14 @@ class Trainer:
             self.config = config_for(self.config, self._full_layout, int(os.environ["WORLD_SIZE"]))
             self.layout = find_job_layout(self.config)
         self.folder = RunFolder(self.config.job.dump_folder)
-        self.setup = Setup(self.config, self.layout, self.folder, model, loss_fn, data)
+        self.setup = Setup(self.config, self.layout, self.folder, model, loss_fn, data, collate_fn)
+        self._callbacks = Callbacks(self, callbacks)
+        self._compute_metrics = compute_metrics
+        if compute_metrics is not None and self.layout.replicas > 1:
+            raise StagelineError(
+                f"compute_metrics needs the outputs of all validation samples in one pipeline, and this job has "
+                f"{self.layout.replicas} replicas or shards; use one, or compute metrics in a loss function"
+            )
         self.progress = TrainingProgress()
         self._on_step = on_step
         self.recovery = JobRecovery(self.config.recovery.memory_interval)
@@ -106,7 +124,7 @@ class Trainer:
         self._loss: float | None = None
         self._validation_loss: float | None = None
         self._reported = 0
-        self._training = self._begins = self._rank_returns = False
+        self._training = self._begins = self._rank_returns = self._stop_requested = False
 
     @property
     def step(self) -> int:
@@ -122,6 +140,10 @@ class Trainer:
     def position(self) -> int:
         """The number of samples so far, over all replicas."""
         return self.progress.position
+
+    def request_stop(self) -> None:
+        """End the job after this step, with a checkpoint; for callbacks, on any process."""
+        self._stop_requested = True
 
     def run(self) -> Result:
         """Train until the last step, the time limit, an early stop or a signal; every process calls this."""
@@ -143,7 +165,9 @@ class Trainer:
 
     def _new_logs(self) -> Logs:
         steps = self.config.training.steps
-        return Logs(self.config, self.folder.path, main=self.layout.main, total_steps=steps)
+        logs = Logs(self.config, self.folder.path, main=self.layout.main, total_steps=steps)
+        logs.on_event = lambda row: self._callbacks("on_log", row)
+        return logs
 
     def _attempt(self) -> Result:
         """Start the job, or start it again in this process after another one was lost, and train to the end."""
@@ -287,8 +311,10 @@ class Trainer:
             self.output.begin(resumed)
             alone = {} if setup.alone is None else {"alone": setup.alone}
             self.logs.event("start", step=progress.step, resumed=resumed, **alone)
+            self._callbacks("on_train_begin")
         self._training, self._begins = True, True
         checkpoints = JobCheckpoints(setup, self.optimizer, self.logs)
+        checkpoints.on_save = lambda step, path: self._callbacks("on_save", step, path)
         batches = Prefetch(
             setup.loader,
             position=progress.position,
@@ -303,7 +329,9 @@ class Trainer:
         self._begin()
         self.logs.event("end", step=progress.step, why=why)
         self.output.report()
-        return Result(progress.step, why, self._loss, self._validation_loss, self.folder.path)
+        result = Result(progress.step, why, self._loss, self._validation_loss, self.folder.path)
+        self._callbacks("on_train_end", result)
+        return result
 
     def _begin(self) -> None:
         """After the first step of an attempt: tell the launcher, and log what was lost and what was done."""
@@ -369,6 +397,7 @@ class Trainer:
             self.checkpoints.report()
             if self._on_step is not None:
                 self._on_step(self.progress.step, result)
+            self._callbacks("on_step_end", result)
             started = time.perf_counter()
 
     def _rate(self, step: int) -> float:
@@ -397,18 +426,28 @@ class Trainer:
             progress.validation_pending = False
             return False
         started = time.perf_counter()
-        loss = self.validation.loss(self.training_step, interrupted=self._is_stop_requested)
+        loss = self.validation.loss(self.training_step, self._is_stop_requested, self._metrics())
         progress.validation_pending = loss is None
         if loss is None:  # the next start evaluates, so that a resumed run stays the same
             return False
         self._validation_loss = loss
         seconds = time.perf_counter() - started
-        self.logs.event("validation", step=progress.step, loss=loss, samples=self.validation.samples, seconds=seconds)
+        metrics = self.validation.metrics
+        samples = self.validation.samples
+        self.logs.event("validation", step=progress.step, loss=loss, samples=samples, seconds=seconds, **metrics)
+        self._callbacks("on_evaluate", {"loss": loss, **metrics})
         if loss < progress.best_loss:
             progress.best_loss, progress.validations_since_best = loss, 0
         else:
             progress.validations_since_best += 1
         return 0 < self.config.validation.patience <= progress.validations_since_best
+
+    def _metrics(self) -> MetricsOfValidation | None:
+        if self._compute_metrics is None:
+            return None
+        last = int(self.setup.choice.schedule.placement.table[0, -1])
+        owner, rank = (last, self.layout.rank) if self.layout.processes > 1 else (0, 0)
+        return MetricsOfValidation(self._compute_metrics, self.host, owner, rank)
 
     def _is_stop_requested(self) -> bool:
         """Whether any process received a signal; all of them call this and get the same answer."""
@@ -429,6 +468,7 @@ class Trainer:
             recovery.wanted_interval,
             returns,
             recovery.pending,
+            self._stop_requested,
             memory_in_use(self.layout.device),
         )
         flags = np.zeros((self.layout.processes, len(row)))
@@ -437,11 +477,11 @@ class Trainer:
             flags = self.host.all_reduce(flags.reshape(-1)).reshape(-1, len(row))
         if flags[:, 2].any():
             self.checkpoints.fail(int(flags[:, 2].argmax()))
-        number, any_timed_out, _, interval, any_returns, pending, _ = flags.max(axis=0)
+        number, any_timed_out, _, interval, any_returns, pending, any_requested, _ = flags.max(axis=0)
         if self.layout.processes > 1:
             self.output.memory = tuple(int(size) for size in flags[:, -1] if size)
         recovery.agree_on_interval(interval, pending=bool(pending))
         self._rank_returns = bool(any_returns)
         if number:
             return f"stopped by {signal.Signals(int(number)).name}"
-        return "time limit" if any_timed_out else ""
+        return "time limit" if any_timed_out else "stopped by a callback" if any_requested else ""

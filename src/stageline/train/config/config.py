@@ -261,6 +261,13 @@ class Metrics:
     timeline_freq: NonNegativeInt = _option(50, "Steps between saved timelines; 0 saves only the last.")
     enable_tensorboard: bool = _option(False, "Also write metrics for TensorBoard.")
     save_tb_folder: str = _option("tb", "Folder of the TensorBoard files, inside the run's folder.")
+    enable_wandb: bool = _option(False, "Also send metrics to Weights & Biases.")
+    wandb_project: str = _option("stageline", "Project of the run in Weights & Biases.")
+    peak_tflops: NonNegative = _option(
+        0.0,
+        "Peak TFLOP/s of a device, for the model FLOPs utilization (MFU); 0 uses the 16-bit peak of a known GPU, and "
+        "shows no MFU for other devices or float32.",
+    )
     disable_color_printing: bool = _option(False, "Print without colour.")
 
 

@@ -55,6 +55,17 @@ class Data:
             validation = f"{self.validation.length:,} for validation"
         return f"{self.kind}: {self.train.describe()}, {validation}"
 
+    def collate_with(self, function: Callable[[list[Any]], Any]) -> None:
+        """Let a function of the user turn lists of samples into batches."""
+        for source in (self.train, self.validation):
+            if isinstance(source, Tokens):
+                raise StagelineError(
+                    f"collate_fn makes batches of samples, but {source.name} is one row of tokens that is cut into "
+                    "windows; leave out collate_fn, or pass samples as data"
+                )
+            if source is not None:
+                source.collate_fn = function
+
 
 def open_data(config: Config, *, cache: str | Path | None = None) -> Data:
     """Open the data of a job.

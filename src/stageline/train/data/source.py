@@ -132,6 +132,8 @@ class Items:
 
     def __init__(self, items: Any, *, name: str = "items", vocab_size: int = 0) -> None:
         self.items, self.name, self.vocab_size = items, name, vocab_size
+        self.collate_fn: Callable[[list[Any]], Any] | None = None
+        """Makes a batch of samples instead of `collate`."""
         self.start, self.stop = 0, len(items)
         if self.length < 1:
             raise StagelineError(f"{name} has no samples: its length is {len(items)}")
@@ -157,7 +159,7 @@ class Items:
     def read(self, numbers: NDArray[np.int64]) -> Batch:
         """Return the items with these numbers as a batch."""
         indices = [self.start + number for number in numbers.tolist()]
-        return collate([self.items[index] for index in indices], indices, self.name, self.vocab_size)
+        return collate([self.items[index] for index in indices], indices, self.name, self.vocab_size, self.collate_fn)
 
     def part(self, start: int, stop: int) -> Items:
         """Return the items from `start` to `stop`."""
@@ -295,14 +297,24 @@ KINDS = (
 )
 
 
-def collate(samples: Sequence[Any], numbers: Sequence[int], name: str, vocab_size: int = 0) -> Batch:
+def collate(
+    samples: Sequence[Any],
+    numbers: Sequence[int],
+    name: str,
+    vocab_size: int = 0,
+    function: Callable[[list[Any]], Any] | None = None,
+) -> Batch:
     """Stack samples of any of the three kinds; `numbers` are the sample numbers for error messages.
+
+    A `function` of the user makes the batch instead: a tuple of inputs and targets, or a mapping.
 
     >>> collate([[1, 2, 3], [4, 5, 6]], [0, 1], "mine")
     (tensor([[1, 2], [4, 5]]), tensor([[2, 3], [5, 6]]))
     >>> collate([{"input_ids": [1, 2], "labels": [1, 2]}], [0], "mine")
     ({'input_ids': tensor([[1, 2]]), 'labels': tensor([[1, 2]])}, None)
     """
+    if function is not None:
+        return _batch_of(function(list(samples)))
     first = samples[0]
 
     def place(row: int, position: int) -> str:
@@ -338,6 +350,18 @@ def check_tokens(rows: NDArray[Any], vocab_size: int, name: str, describe: Calla
         f"{name} has the token {int(rows[(row, *position)])} at {describe(row, position[0] if position else 0)}, but "
         f"the largest token of the vocabulary is {vocab_size - 1}; set model.vocab_size or model.tokenizer_path to "
         "those of the tokens, and training.dataset_dtype to the dtype of the file"
+    )
+
+
+def _batch_of(batch: Any) -> Batch:
+    """Check the result of a user's collate function."""
+    if isinstance(batch, Mapping):
+        return dict(batch), None  # a BatchEncoding of transformers is a mapping, too
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise StagelineError(
+        f"collate_fn returned {shorten(batch)}, of type {type(batch).__name__}; it must return a tuple of inputs and "
+        "targets, or a dict"
     )
 
 

@@ -49,6 +49,8 @@ class Stream:
         if not hasattr(iterable, "__iter__"):
             raise StagelineError(f"{name} is {shorten(iterable)}, of type {type(iterable).__name__}; use an iterable")
         self.iterable, self.name, self.vocab_size, self.note = iterable, name, vocab_size, note
+        self.collate_fn: Callable[[list[Any]], Any] | None = None
+        """Makes a batch of samples instead of `collate`."""
         self._iterator: Iterator[Any] | None = None
         self._drawn = self._epoch = 0
         self._error: BaseException | None = None
@@ -80,7 +82,7 @@ class Stream:
         if self._has_state:
             with self._lock:
                 self._states.append(self._state())
-        return collate(samples, range(first, first + count), self.name, self.vocab_size)
+        return collate(samples, range(first, first + count), self.name, self.vocab_size, self.collate_fn)
 
     def state(self, position: int) -> dict[str, Any] | None:
         """Return the last state of the iterable at or before a sample; None if there is none."""
