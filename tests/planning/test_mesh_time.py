@@ -205,7 +205,7 @@ def test_all_meshes_are_compared_with_the_chosen_one() -> None:
     assert len({tuple(mesh.items()) for mesh in meshes}) == len(meshes) == 20
     text = best.explain(rows=30)
     assert "chosen" in text
-    assert "longer" in text
+    assert "longer" in text or "as fast" in text
     assert "and 1 more mesh" not in text
 
 

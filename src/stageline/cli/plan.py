@@ -11,8 +11,9 @@ from typer import Option
 
 from stageline.cli.models import Length, ModelName, Repeats, Samples, Threads, load_with_inputs
 from stageline.cli.options import DrawingOptions, expand, output_option
-from stageline.cli.output import console, print_chart, print_json, progress
+from stageline.cli.output import console, print_chart, print_json, progress, save
 from stageline.common.errors import StagelineError
+from stageline.timeline import draw
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,8 @@ def command(
     if output is not None:
         best.write(output)
         typer.echo(f"wrote the plan to {output}", err=True)
-    drawing.save(best.timeline)
+    save(drawing.svg, lambda: draw.svg(best.timeline), "the drawing")
+    save(drawing.html, best.html, "the page")
     if drawing.json:
         print_json(best.to_json())
         return

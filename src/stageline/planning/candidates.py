@@ -344,10 +344,10 @@ class Evaluator:
     def least_seconds(self, microbatches: int, samples: int) -> float:
         """Return a lower bound on the step of any cut and order: all work, divided equally."""
         request, profile = self._request, self.profile(samples)
-        costs = request.time.fastest().costs(profile, (len(profile.layers),), "none", [0], request.states)
-        forward, backward, first, second = (float(times[0]) for times in costs.times(1))
+        fastest = request.time.fastest()
+        halves, wholes = (fastest.layer_seconds(profile, False, split=split) for split in (True, False))
         together = request.ranks if request.time.speed is None else sum(request.time.speed)
-        return microbatches * (forward + min(backward, first + second)) / together
+        return microbatches * sum(map(min, halves, wholes)) / together
 
     @staticmethod
     def _least_shard_time(costs: Costs, shape: Shape) -> Floats:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import isqrt
 from typing import Any, NamedTuple, TypeAlias
@@ -330,6 +330,7 @@ class SizedProfiles:
 
     profiles: Mapping[int, Profile]
     """By number of samples, in ascending order."""
+    _estimates: dict[int, Profile] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, profiles: Mapping[int, Profile]) -> SizedProfiles:
@@ -368,6 +369,11 @@ class SizedProfiles:
         """
         if samples in self.profiles:
             return self.profiles[samples]
+        if samples not in self._estimates:
+            self._estimates[samples] = self._estimate(samples)
+        return self._estimates[samples]
+
+    def _estimate(self, samples: int) -> Profile:
         sizes = list(self.profiles)
         if len(sizes) == 1:  # in proportion
             only = self.profiles[sizes[0]]
@@ -391,7 +397,8 @@ class SizedProfiles:
             return ""
         listed = " and ".join([", ".join(measured[:-1]), measured[-1]] if len(measured) > 1 else measured)
         how = "scaled in proportion" if len(measured) == 1 else "interpolated and extrapolated linearly"
-        return f"measured with {listed} samples in a microbatch; other sizes are {how}"
+        samples = "sample" if measured == ["1"] else "samples"
+        return f"measured with {listed} {samples} in a microbatch; other sizes are {how}"
 
 
 def _combine(low: Profile, high: Profile, weights: tuple[float, float], least: tuple[float, float]) -> Profile:

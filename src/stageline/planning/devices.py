@@ -28,9 +28,11 @@ from stageline.planning.tensor_parallel import dividends
 from stageline.schedules.registry import whole
 from stageline.synthesis.problem import SLACK
 
-SCREENED = ("1f1b", "interleaved", "zb-h1", "zb-v")
-"""The families that every mesh is tried with first; all are tried with those that could be the best."""
-MIN_SECONDS = 0.1
+FIRST = ("1f1b",)
+"""The family that every mesh is tried with first; all are tried with those that could be the best."""
+MAX_FULL = 4
+"""The number of meshes among which the time left is divided; more are tried if these do not need it."""
+MIN_SECONDS = 0.02
 """The least time for a mesh."""
 
 
@@ -55,6 +57,8 @@ class MeshAlternative:
     """The bytes of the fullest rank."""
     rank: int = 0
     """The fullest rank."""
+    complete: bool = True
+    """Whether everything was tried, or the bound shows that no more was needed; not if the time was up."""
 
 
 @dataclass(frozen=True)
@@ -164,20 +168,35 @@ class MeshSearch:
         """Whether the time was up before all meshes were tried that could be the best."""
         self._searches: dict[int, PlanSearch] = {}
         """The best search of every mesh that was tried."""
+        self._whole: set[int] = set()
+        """The meshes with which everything was tried that the request asks for."""
         self._bounds = [PlanSearch(request).least_seconds for request in self._requests]
 
     def run(self) -> None:
-        """Try the usual families with every mesh, then everything with those that could be the best."""
+        """Try one family with every mesh; then all families with those that could be the best, then synthesis too."""
         is_free = self._requests[0].names is None and self._requests[0].schedule is None
-        in_order = sorted(range(len(self._requests)), key=self._bounds.__getitem__)
+        self._screen(sorted(range(len(self._requests)), key=self._bounds.__getitem__), is_free)
+        for synthesis in (False, True) if is_free else (self._requests[0].synthesis,):
+            in_order = sorted(self._searches, key=self._potential)
+            for place, number in enumerate(in_order):
+                if self._can_win(number) and (is_free or self._searches[number].was_cut_short):
+                    left = (1.0 if synthesis or not is_free else 0.7) * self._limit - self._elapsed
+                    request = self._requests[number]
+                    request = replace(request, synthesis=synthesis and request.synthesis)
+                    self._try(request, number, left / min(MAX_FULL, len(in_order) - place), beat=self._best_seconds)
+
+    def _screen(self, in_order: Sequence[int], is_free: bool) -> None:
+        """Try every mesh quickly, so that each has a figure."""
         for place, number in enumerate(in_order):
-            if self._can_win(number):
-                share = ((0.5 if is_free else 1.0) * self._limit - self._elapsed) / (len(in_order) - place)
-                request = self._requests[number]
-                self._try(replace(request, names=SCREENED, synthesis=False) if is_free else request, number, share)
-        for number in sorted(self._searches, key=self._rating) if is_free else ():
-            if self._can_win(number):
-                self._try(self._requests[number], number, 0.5 * (self._limit - self._elapsed))
+            if not self._can_win(number):
+                continue
+            request = self._requests[number]
+            quick = replace(request, names=FIRST, synthesis=False) if is_free else request
+            share = (0.3 * self._limit - self._elapsed) / (len(in_order) - place)
+            self._try(quick, number, share)
+            if self._searches[number].best is None:  # the smallest microbatches need the least memory
+                smallest = min(request.splits, key=lambda split: split[1])
+                self._try(replace(quick, splits=(smallest,)), number, share)
 
     @property
     def best(self) -> PlanSearch | None:
@@ -192,37 +211,50 @@ class MeshSearch:
     def _rating(self, number: int) -> tuple[float, float, int]:
         trial = self._searches[number].best
         # Rounded, so that of equally fast meshes the one with the least memory is chosen.
-        return (inf, inf, number) if trial is None else (float(f"{trial.seconds:.9g}"), trial.peak, number)
+        if trial is not None:
+            return float(f"{trial.seconds:.9g}"), trial.peak, number
+        return inf, _excess(self._searches[number]), number
 
     def _can_win(self, number: int) -> bool:
-        if self.best is None or self.best.best is None:
+        if self.best is None:
             return True
-        if self._bounds[number] >= self.best.best.seconds * (1 - SLACK):
+        if not self._is_below(number, self.best):
             return False
         self.was_cut_short = self.was_cut_short or self._elapsed > self._limit
         return self._elapsed <= self._limit
 
-    def _try(self, request: PlanRequest, number: int, seconds: float) -> None:
+    def _is_below(self, number: int, best: PlanSearch) -> bool:
+        """Whether the bound of a mesh is below the best plan."""
+        return best.best is None or self._bounds[number] < best.best.seconds * (1 - SLACK)
+
+    def _potential(self, number: int) -> tuple[float, float]:
+        """Return the work of the busiest rank, which a better order may approach, and the memory above the limit."""
+        trial = self._searches[number].best
+        return (inf, _excess(self._searches[number])) if trial is None else (trial.seconds * (1 - trial.bubble), 0.0)
+
+    @property
+    def _best_seconds(self) -> float:
+        best = self.best
+        return inf if best is None or best.best is None else best.best.seconds
+
+    def _try(self, request: PlanRequest, number: int, seconds: float, beat: float = inf) -> None:
+        """Plan a mesh for some seconds; plans that cannot `beat` another one are left out."""
         self._progress(f"planning {' × '.join(f'{name} {size}' for name, size in request.mesh.items())}")
         before = self._searches.get(number)
-        search = PlanSearch(replace(request, time_limit=max(seconds, MIN_SECONDS)))
+        self._searches[number] = search = PlanSearch(replace(request, time_limit=max(seconds, MIN_SECONDS)), beat=beat)
         search.run()
-        self._searches[number] = search
-        if before is not None and (search.best is None or (before.best and before.best.rating < search.best.rating)):
+        if (request.names, request.splits) == (self._requests[number].names, self._requests[number].splits):
+            self._whole.add(number)
+        after = self._rating(number)
+        if before is not None:
             self._searches[number] = before
+            if after < self._rating(number):
+                self._searches[number] = search
 
     @property
     def closest(self) -> PlanSearch:
         """The search whose best trial exceeds the memory the least."""
-
-        def excess(search: PlanSearch) -> float:
-            trial = search.closest
-            caps = search.request.caps
-            if trial is None or caps is None:
-                return inf
-            return max(rank.total - cap for rank, cap in zip(trial.memory, caps, strict=True))
-
-        return min(self._searches.values(), key=excess)
+        return min(self._searches.values(), key=_excess)
 
     def alternatives(self) -> tuple[MeshAlternative, ...]:
         """Return all meshes but the best: those that fit, fastest first; those that do not fit; those with a bound."""
@@ -234,8 +266,18 @@ class MeshSearch:
             elif search is not best:
                 trial = search.best or search.closest
                 if trial is not None:
-                    rows.append(_summary(search, trial))
+                    needless = best is not None and not self._is_below(number, best)
+                    complete = needless or (number in self._whole and not search.was_cut_short)
+                    rows.append(replace(_summary(search, trial), complete=complete))
         return tuple(sorted(rows, key=lambda row: (not row.simulated, not row.fits, row.seconds)))
+
+
+def _excess(search: PlanSearch) -> float:
+    """Return how far the closest trial of a search is above the memory."""
+    trial, caps = search.closest, search.request.caps
+    if trial is None or caps is None:
+        return inf
+    return max(rank.total - cap for rank, cap in zip(trial.memory, caps, strict=True))
 
 
 def _summary(search: PlanSearch, trial: Trial) -> MeshAlternative:

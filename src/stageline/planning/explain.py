@@ -105,7 +105,7 @@ def _table(plan: Plan, rows: int) -> Iterator[str]:
         [
             alternative.schedule, str(len(alternative.layers_per_stage)), str(alternative.microbatches),
             describe_recompute(alternative.recompute), format_seconds(alternative.seconds), f"{alternative.bubble:.1%}",
-            format_size(alternative.memory), _why_not(alternative, plan, peak),
+            format_size(alternative.memory), why_not(alternative, plan, peak),
         ]
         for alternative in shown
     ]  # fmt: skip
@@ -121,14 +121,14 @@ def _mesh_table(plan: Plan, rows: int) -> Iterator[str]:
     table = [
         ["mesh", "schedule", "microbatches", "step", "bubble", "collectives", "fullest rank", ""],
         [
-            mesh_name(plan.mesh), plan.schedule.name, f"{plan.microbatches} of {plan.samples}",
+            mesh_name(plan.mesh), plan.schedule.name, f"{plan.microbatches} × {plan.samples}",
             format_seconds(plan.step_seconds), f"{plan.bubble:.1%}", format_seconds(plan.collectives.total),
             format_size(peak), "chosen",
         ],
     ]  # fmt: skip
     for other in plan.meshes[:rows]:
         figures = [
-            other.schedule, f"{other.microbatches} of {other.samples}", format_seconds(other.seconds),
+            other.schedule, f"{other.microbatches} × {other.samples}", format_seconds(other.seconds),
             f"{other.bubble:.1%}", format_seconds(other.collectives), format_size(other.memory),
         ]  # fmt: skip
         bound = ["", "", f"≥ {format_seconds(other.seconds)}", "", "", ""]
@@ -158,10 +158,11 @@ def why_not_mesh(other: MeshAlternative, plan: Plan) -> str:
     if longer < SAME_TIME:
         peak = max(rank.total for rank in plan.memory)
         return "as fast, more memory" if other.memory > peak else "as fast"
-    return f"{longer:.1%} longer"
+    return f"{longer:.1%} longer" if other.complete else f"{longer:.1%} longer; not all was tried"
 
 
-def _why_not(alternative: Alternative, plan: Plan, peak: float) -> str:
+def why_not(alternative: Alternative, plan: Plan, peak: float) -> str:
+    """Say why another plan was not chosen; `peak` is the memory of the chosen plan's fullest rank."""
     if not alternative.fits:
         cap = 0.0 if plan.caps is None else plan.caps[alternative.rank]
         return f"does not fit: {format_size(alternative.memory - cap)} too much on rank {alternative.rank}"

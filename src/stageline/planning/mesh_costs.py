@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import ceil
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,16 +73,17 @@ class MeshTime:
             )
         return notes
 
-    def layer_seconds(self, profile: Profile, recompute: bool) -> list[float]:
-        """Return the time of every layer in a step, for a cut: with the collectives of tensor parallel."""
-        rank = [0] * len(profile.layers)
-        seconds = np.array([layer.seconds + recompute * layer.forward for layer in profile.layers])
+    def layer_seconds(self, profile: Profile, recompute: bool, split: bool = True) -> list[float]:
+        """Return the time of every layer for a microbatch, with the collectives of tensor parallel: F, I and W, or B if
+        the backward is not split; with `recompute`, F twice."""
+
+        def seconds_of(layer: Layer) -> float:
+            return (layer.seconds if split else layer.forward + layer.backward) + recompute * layer.forward
+
+        seconds = np.array(list(map(seconds_of, profile.layers)))
         if self.tensor_parallel.parts > 1:
-            sent, hops = (
-                [layer.seconds + recompute * layer.forward for layer in part.layers]
-                for part in self.tensor_parallel.traffic(profile)
-            )
-            seconds = seconds + self.network.seconds("tp", sent, hops, rank)
+            sent, hops = (list(map(seconds_of, part.layers)) for part in self.tensor_parallel.traffic(profile))
+            seconds = seconds + self.network.seconds("tp", sent, hops, [0] * len(seconds))
         return [float(value) for value in seconds]
 
     def costs(
@@ -154,35 +154,27 @@ class MeshTime:
     ) -> dict[str, list[float]]:
         """Return the times of gathers and reductions of every stage, without those that take none."""
         shards, replicas = (self.mesh.get(name, 1) for name in ("dp_shard", "dp_replicate"))
-        parts = [profile.layers[start:stop] for start, stop in spans_of(counts)]
-        times: dict[str, list[float]] = {}
-        if shards > 1:
-            gathers = [self._gathers(layers, shards, rank) for layers, rank in zip(parts, rank_of, strict=True)]
-            times["gather"] = [sum(units) for units in gathers]
-            times["gather_block"] = [max(units[:1] + units[-1:], default=0.0) for units in gathers]
-        if shards > 1 or replicas > 1:
-            times["reduce"] = [
-                self._reduction(layers, shards, replicas, rank, states)
-                for layers, rank in zip(parts, rank_of, strict=True)
-            ]
-        return times if any(map(any, times.values())) else {}
-
-    def _gathers(self, layers: Sequence[Layer], shards: int, rank: int) -> list[float]:
-        """Return the time to gather each unit that has parameters."""
-        sizes = [layer.parameters for layer in layers if layer.parameters]
-        return [float(self.network.seconds("dp_shard", *all_gather(size, shards), [rank]).item()) for size in sizes]
-
-    def _reduction(self, layers: Sequence[Layer], shards: int, replicas: int, rank: int, states: StateBytes) -> float:
-        """Return the time to reduce the gradients of a stage: over the shards, then over the replicas."""
-        seconds = 0.0
-        parameters = [layer.parameters for layer in layers if layer.parameters]
-        for size in parameters:
-            sent, hops = all_gather(size * states.gradient_ratio, shards)
-            seconds += float(self.network.seconds("dp_shard", sent, hops, [rank]).item())
-        wide = max(states.gradient_ratio, FLOAT32 / states.parameter)
-        held = sum(parameters) * wide / shards
-        sent, hops = all_reduce(held, replicas)
-        return seconds + float(self.network.seconds("dp_replicate", sent, hops * ceil(held / BUCKET), [rank]).item())
+        if not self.reduces:
+            return {}
+        units = [
+            np.array([layer.parameters for layer in profile.layers[start:stop] if layer.parameters], dtype=np.float64)
+            for start, stop in spans_of(counts)
+        ]
+        sizes, numbers = np.array([part.sum() for part in units]), np.array([len(part) for part in units])
+        ends = np.array([max(part[:1].max(initial=0.0), part[-1:].max(initial=0.0)) for part in units])
+        seconds = self.network.seconds
+        # Over shards, every unit by itself; over replicas, in buckets.
+        (sent, block), hops = (all_gather(size, shards)[0] for size in (sizes, ends)), shards - 1
+        scattered = seconds("dp_shard", sent * states.gradient_ratio, hops * numbers, rank_of)
+        held = sizes * max(states.gradient_ratio, FLOAT32 / states.parameter) / shards
+        added, hops_of_bucket = all_reduce(held, replicas)
+        added_up = seconds("dp_replicate", added, hops_of_bucket * np.ceil(held / BUCKET), rank_of)
+        times = {
+            "gather": seconds("dp_shard", sent, hops * numbers, rank_of),
+            "gather_block": seconds("dp_shard", block, hops * (ends > 0), rank_of),
+            "reduce": scattered + added_up,
+        }
+        return {name: value.tolist() for name, value in times.items() if shards > 1 or name == "reduce"}
 
 
 def lowered(schedule: Schedule, costs: Costs, mesh: Mapping[str, int], reshard: Any) -> Schedule:

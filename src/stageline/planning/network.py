@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, prod
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -29,9 +29,10 @@ from stageline.timeline.costs import Floats, PerPair, SharedLink
 
 PerLink: TypeAlias = PerPair | str | Path | Mapping[str, Any] | None
 """One number for all links, one per pair of processes, a file of them, or one per dimension of the mesh."""
+Number = TypeVar("Number", float, Floats)
 
 
-def all_gather(size: float, parts: int) -> tuple[float, int]:
+def all_gather(size: Number, parts: int) -> tuple[Number, int]:
     """Return what a process sends to gather, or to reduce and scatter: bytes, and hops.
 
     >>> all_gather(100, 4), all_reduce(100, 4), all_reduce(100, 1)
@@ -40,7 +41,7 @@ def all_gather(size: float, parts: int) -> tuple[float, int]:
     return size * (parts - 1) / parts, parts - 1
 
 
-def all_reduce(size: float, parts: int) -> tuple[float, int]:
+def all_reduce(size: Number, parts: int) -> tuple[Number, int]:
     """Return what a process sends to add up: bytes, and hops."""
     sent, hops = all_gather(size, parts)
     return 2 * sent, 2 * hops

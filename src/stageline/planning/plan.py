@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,7 +22,7 @@ from stageline.model.profile import NOISY, Profile
 from stageline.model.samples import FEW
 from stageline.planning import request as arguments
 from stageline.planning.candidates import Trial
-from stageline.planning.costs import RankMemory, Recompute
+from stageline.planning.costs import RankMemory, Recompute, SizedProfiles
 from stageline.planning.devices import DeviceRequest, MeshAlternative, MeshSearch
 from stageline.planning.explain import explain, nothing_fits
 from stageline.planning.mesh import RESHARD, check_one_size, read_mesh
@@ -122,6 +123,8 @@ class Plan:
     """The dimensions of the mesh that it is for, as in {"pp": 4, "dp_shard": 2}; empty for a pipeline alone."""
     reshard_after_forward: str = "default"
     """When gathered parameters are freed, with a dimension dp_shard: "default", "always" or "never"."""
+    unit_seconds: tuple[float, ...] = ()
+    """The time of every unit for a microbatch, forward and backward, at the profile's speed; empty if unknown."""
     collectives: Collectives = field(default_factory=Collectives)
     """Seconds of a step in collectives of the mesh, on the rank that has most of them."""
     meshes: tuple[MeshAlternative, ...] = ()
@@ -188,6 +191,12 @@ class Plan:
         """Return the figures of the plan, and a table of the alternatives."""
         return explain(self, rows)
 
+    def html(self) -> str:
+        """Return the plan as a self-contained page: cut, memory, alternatives, bound, and the planned step."""
+        from stageline.planning.page import html
+
+        return html(self)
+
     def write(self, path: str | Path) -> None:
         """Write the plan as JSON, for `sl.read_plan`. An existing file is replaced atomically."""
         target = Path(path)
@@ -220,6 +229,7 @@ class Plan:
             "uncertainty": self.uncertainty,
             "mesh": dict(self.mesh),
             "reshard_after_forward": self.reshard_after_forward,
+            "unit_seconds": list(self.unit_seconds),
             "collectives": self.collectives._asdict(),
             "meshes": [asdict(alternative) for alternative in self.meshes],
             "costs": self.costs.to_json(),
@@ -341,12 +351,17 @@ def plan(
     if parameter_bytes is None:
         parameter_bytes = arguments.bytes_per_parameter(model)
 
+    @cache
+    def divided_by(parts: int) -> tuple[TensorParallel, SizedProfiles]:
+        tensor_parallel = TensorParallel.of(parts, model, profiles.names)
+        return tensor_parallel, tensor_parallel.divide(profiles)
+
     def request_for(degrees: Mapping[str, int], num_ranks: int, pipelines: int = 1) -> PlanRequest:
         """The request for one mesh; `pipelines` divide the batch among them."""
-        tensor_parallel = TensorParallel.of(degrees.get("tp", 1), model, profiles.names)
+        tensor_parallel, divided = divided_by(degrees.get("tp", 1))
         network = read_network(transfer, bandwidth, degrees, num_ranks, links)
         return PlanRequest(
-            tensor_parallel.divide(profiles),
+            divided,
             num_ranks,
             arguments.read_splits(profiles, batch, microbatches, pipelines),
             caps=arguments.read_caps(memory, num_ranks, model, degrees),
@@ -459,6 +474,7 @@ def plan_of(search: PlanSearch) -> Plan:
         notes=tuple(note for note in notes if note),
         mesh=request.mesh,
         reshard_after_forward=request.reshard,
+        unit_seconds=tuple(request.time.layer_seconds(search.evaluator.profile(candidate.samples), False, split=False)),
         collectives=search.evaluator.collectives(candidate),
         uncertainty=noisiest.uncertainty,
     )
@@ -503,6 +519,7 @@ def parse_plan(text: str, source: str) -> Plan:
             notes=read(data, "notes", tuple[str, ...]),
             mesh=read(optional, "mesh", dict[str, PositiveInt]),
             reshard_after_forward=read(optional, "reshard_after_forward", Literal["default", "always", "never"]),
+            unit_seconds=read({"unit_seconds": [], **optional}, "unit_seconds", tuple[NonNegative, ...]),
             collectives=read(optional, "collectives", Collectives),
             meshes=read(optional, "meshes", tuple[MeshAlternative, ...]),
             uncertainty=read({"uncertainty": 0.0, **data}, "uncertainty", NonNegative),

@@ -48,9 +48,11 @@ MAX_SCHEDULES = 64
 class PlanSearch:
     """Tries candidates, the most promising first, until all are tried or the time is up."""
 
-    def __init__(self, request: PlanRequest, progress: Callable[[str], None] = lambda text: None) -> None:
-        """`progress` receives messages about the search."""
-        self.request, self._progress = request, progress
+    def __init__(
+        self, request: PlanRequest, progress: Callable[[str], None] = lambda text: None, beat: float = np.inf
+    ) -> None:
+        """`progress` receives messages about the search; candidates that cannot beat a time in seconds are left out."""
+        self.request, self._progress, self._beat = request, progress, beat
         self.evaluator = Evaluator(request)
         self.cuts = Cuts(request.profiles.largest, request.by, request.counts, request.time)
         self.units = len(request.profiles.names)
@@ -185,7 +187,8 @@ class PlanSearch:
         return trial.seconds * (1 + max(excess) / 3)
 
     def _is_hopeless(self, candidate: Candidate) -> bool:
-        return self.best is not None and self.evaluator.bound(candidate) >= self.best.seconds * (1 - SLACK)
+        fastest = min(self._beat, np.inf if self.best is None else self.best.seconds)
+        return fastest < np.inf and self.evaluator.bound(candidate) >= fastest * (1 - SLACK)
 
     def _move_units(self, schedule: Schedule, trial: Trial) -> None:
         """Try a cut that moves units away from ranks above their cap."""

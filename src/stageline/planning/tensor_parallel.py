@@ -9,7 +9,7 @@ in the forward (an all-reduce), and the gradients of the inputs of the first in 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from torch import nn
@@ -49,6 +49,10 @@ class TensorParallel:
     parts: int = 1
     units: Mapping[str, CutUnit] | None = None
     """What the model's plan says about its units; None without a plan."""
+    _traffic: dict[int, tuple[Profile, tuple[Profile, Profile]]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    """By the id of a profile, which is kept so that no other takes its id."""
 
     @classmethod
     def of(cls, parts: int, model: nn.Module | None, names: tuple[str, ...]) -> TensorParallel:
@@ -88,6 +92,11 @@ class TensorParallel:
 
         What is added up is as large as the unit's output, or its input where that is smaller (an output layer).
         """
+        if id(profile) not in self._traffic:
+            self._traffic[id(profile)] = profile, self._compute_traffic(profile)
+        return self._traffic[id(profile)][1]
+
+    def _compute_traffic(self, profile: Profile) -> tuple[Profile, Profile]:
         sent: list[Layer] = []
         hops: list[Layer] = []
         previous = profile.layers[0].message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -21,11 +22,18 @@ RESOLUTION = 1 << 20
 
 
 def html(
-    timelines: Timeline | Sequence[Timeline], title: str | None = None, *, names: Sequence[str] | None = None
+    timelines: Timeline | Sequence[Timeline],
+    title: str | None = None,
+    *,
+    names: Sequence[str] | None = None,
+    seconds: bool | None = None,
+    before: str = "",
 ) -> str:
     """Render one timeline, or several on one time axis, as a self-contained page.
 
-    `names` are the headings, by default the names of the schedules.
+    `names` are the headings, by default the names of the schedules. With `seconds`, times are in seconds and the memory
+    of costs in bytes; by default, this is so if one of the steps was measured. `before` is HTML that stands before the
+    chart.
 
     >>> import stageline as sl
     >>> page = html(sl.simulate(sl.schedule("zb-v", ranks=2, microbatches=4)))
@@ -35,7 +43,10 @@ def html(
     panels = [timelines] if isinstance(timelines, Timeline) else list(timelines)
     end = max((timeline.makespan for timeline in panels), default=0.0) or 1.0
     titles = [timeline.schedule.name for timeline in panels] if names is None else names
+    if seconds is None:
+        seconds = any(timeline.costs is None for timeline in panels)
     data = {
+        "seconds": seconds,
         "until": end,
         "step": end / RESOLUTION,
         "looks": [[letter, look.meaning, look.fill, look.pale, look.ink] for letter, look in LOOKS.items()],
@@ -46,7 +57,8 @@ def html(
     # Escape "<" so that no name can close the script element.
     script = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     page = TEMPLATE.read_text(encoding="utf-8")
-    return page.replace("{{title}}", escape(heading)).replace("{{data}}", script)
+    fields = {"title": escape(heading), "data": script, "before": before}
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: fields[match[1]], page)
 
 
 def _panel(timeline: Timeline, name: str, end_time: float) -> dict[str, Any]:
@@ -77,6 +89,7 @@ def _panel(timeline: Timeline, name: str, end_time: float) -> dict[str, Any]:
     return {
         "shards": shards,
         "name": name,
+        "bytes": timeline.costs is not None,
         "stages": schedule.stages,
         "microbatches": schedule.microbatches,
         "makespan": timeline.makespan,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -207,6 +208,8 @@ class Axis:
                 stride = -(-(last - first + 1) // count)
                 return [10.0**power for power in range(first, last + 1, stride)]
         rough = (self.high - self.low) / unit / count
+        if rough <= sys.float_info.min:  # numbers this small have no round multiples
+            return [self.low, self.high]
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(step for step in (1, 2, 2.5, 5, 10) if step * power >= rough * 0.7) * power * unit
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)

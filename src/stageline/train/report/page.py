@@ -10,7 +10,7 @@ from dataclasses import asdict
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stageline.common.checked_json import number_or_none
 from stageline.common.errors import StagelineError
@@ -21,6 +21,9 @@ from stageline.train.report.charts import Chart, Line, Series, draw, step_axis
 from stageline.train.report.ranks import attribution, timelines
 from stageline.train.report.run import Run, read_run
 from stageline.train.run_folder import CONFIG, ENVIRONMENT, METRICS, REPORT
+
+if TYPE_CHECKING:
+    from stageline.planning.plan import Plan
 
 TEMPLATE = Path(__file__).with_name("page.html")
 MAX_CHECKPOINTS = 50
@@ -94,6 +97,8 @@ def _sections(run: Run) -> Iterator[str]:
     """Yield the sections below the charts."""
     if run.measured is not None or run.history.rows:
         yield f"<section><h2>Where the time of each rank went</h2>{attribution(run)}</section>"
+    if run.plan is not None:
+        yield f"<section>{_plan_of(run.plan)}</section>"
     both = timelines(run)
     if both:
         seconds = ", in seconds" if run.measured is not None and run.measured.costs is None else ""
@@ -105,6 +110,13 @@ def _sections(run: Run) -> Iterator[str]:
         yield f"<section><h2>Sample</h2><pre>{escape(run.sample[:MAX_SAMPLE_LENGTH])}</pre></section>"
     yield f"<section><h2>Configuration</h2>{configuration(run)}</section>"
     yield f"<section><h2>Environment</h2>{environment(run)}</section>"
+
+
+def _plan_of(plan: Plan) -> str:
+    """Return the plan as on its own page, without its timeline, which stands beside the measured one."""
+    from stageline.planning.page import sections, style, title  # imports torch
+
+    return f"{style()}<h2>{escape(title(plan))}</h2>{sections(plan)}"
 
 
 def charts_of(run: Run) -> list[Chart]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stageline.common.checked_json import convert, parse_json
 from stageline.common.errors import JsonError, StagelineError, shorten
 from stageline.timeline.io import read_timeline
 from stageline.timeline.timeline import NOT_ALIGNED, Timeline
 from stageline.train.events import History, Row, read_metrics
-from stageline.train.run_folder import CONFIG, ENVIRONMENT, METRICS, PLANNED, SAMPLE, TIMELINES, timeline_step
+from stageline.train.run_folder import CONFIG, ENVIRONMENT, METRICS, PLAN, PLANNED, SAMPLE, TIMELINES, timeline_step
+
+if TYPE_CHECKING:
+    from stageline.planning.plan import Plan
 
 MAX_TEXT_LENGTH = 100_000
 """Maximum number of characters of a text file to show."""
@@ -36,6 +39,8 @@ class Run:
     sample: str = ""
     notes: tuple[str, ...] = ()
     """Sentences about what could not be read."""
+    plan: Plan | None = None
+    """The plan of the job, if it made one."""
 
     @property
     def name(self) -> str:
@@ -76,6 +81,7 @@ def read_run(folder: str | Path) -> Run:
         measured_step,
         _text(path / SAMPLE, notes),
         tuple(notes),
+        _plan(path / PLAN),
     )
 
 
@@ -151,6 +157,18 @@ def _timeline(path: Path, notes: list[str]) -> Timeline | None:
         return read_timeline(path)
     except StagelineError as error:
         notes.append(f"A timeline could not be read: {shorten(str(error), 200)}.")
+        return None
+
+
+def _plan(path: Path) -> Plan | None:
+    """Return the plan; None if there is none, or an older version wrote it."""
+    if not path.is_file():
+        return None
+    from stageline.planning.plan import read_plan  # imports torch
+
+    try:
+        return read_plan(path)
+    except StagelineError:
         return None
 
 
