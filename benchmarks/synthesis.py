@@ -21,7 +21,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import stageline as sl
-from zero_bubble_heuristic import zero_bubble_heuristic
+from stageline.synthesis.bounds import lower_bound
+from stageline.synthesis.list_scheduling import Board
+from stageline.synthesis.problem import problem_of
+from stageline.synthesis.zero_bubble import zero_bubble_plans
 
 SPREAD = 0.3
 Row = dict[str, Any]
@@ -38,6 +41,13 @@ def costs_of(ranks: int, seed: int | None, residue: float = 1.0) -> sl.Costs:
         transfer=0.5,
         residue=residue,
     )
+
+
+def zero_bubble_heuristic(costs: sl.Costs, ranks: int, count: int, cap: float, objective: str) -> float:
+    """Return the best objective value of all variants of the zero-bubble heuristic; infinite if all deadlock."""
+    problem = problem_of(costs, ranks, count, cap, 1, "loop", objective, True)
+    plans = zero_bubble_plans(Board(problem), lower_bound(problem))
+    return min((plan.value for plan in plans if plan is not None), default=math.inf)
 
 
 def optima(arguments: argparse.Namespace) -> Iterator[Row]:
@@ -78,12 +88,10 @@ def against_heuristic(arguments: argparse.Namespace) -> Iterator[Row]:
                     costs = costs_of(ranks, seed, residue)
                     for share in (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, math.inf):
                         cap = share * ranks
-                        peer = zero_bubble_heuristic(costs, ranks, count, [cap] * ranks)
+                        peer = zero_bubble_heuristic(costs, ranks, count, cap, "makespan")
                         r = sl.synthesize(costs, ranks, count, memory=cap, time_limit=arguments.time_limit)
-                        if peer is None:
-                            alone += 1
-                        else:
-                            ratios.append(r.achieved / sl.simulate(peer, costs).makespan)
+                        alone += peer == math.inf
+                        ratios += [r.achieved / peer] * (peer < math.inf)
                 yield {
                     "ranks": ranks, "microbatches": count, "residue": residue, "instances": len(ratios),
                     "largest ratio": max(ratios), "mean ratio": statistics.mean(ratios), "heuristic found none": alone,
@@ -101,29 +109,51 @@ def cap_instances() -> Iterator[tuple[int, int, float, float, int | None]]:
 
 
 def under_caps(arguments: argparse.Namespace) -> Iterator[Row]:
-    """Spans of 40 instances under caps: gap to the bound, and the span over that of the zero-bubble heuristic."""
+    """Spans of 40 instances under caps, with the best heuristic, the bound, and the optimum where it is proven."""
     for ranks, count, share, residue, seed in itertools.islice(cap_instances(), 16 if arguments.quick else None):
         costs, cap = costs_of(ranks, seed, residue), share * ranks
-        peer = zero_bubble_heuristic(costs, ranks, count, [cap] * ranks, "span")
         r = sl.synthesize(costs, ranks, count, memory=cap, objective="span", time_limit=arguments.time_limit)
+        peers = {**r.named, "zero-bubble": zero_bubble_heuristic(costs, ranks, count, cap, "span")}
+        name = min(peers, key=lambda peer: peers[peer])
         yield {
             "ranks": ranks, "microbatches": count, "cap over ranks": share, "residue": residue,
-            "stages": "equal" if seed is None else "±30%", "bubble": r.timeline.span_bubble, "gap": r.gap,
-            "ratio": None if peer is None else r.achieved / sl.simulate(peer, costs).span, "seconds": r.seconds,
+            "stages": "equal" if seed is None else "±30%", "span": r.achieved,
+            "best heuristic": name, "its span": peers[name], "ratio": r.achieved / peers[name],
+            "bound": r.lower_bound, "gap": r.gap, "optimum": r.achieved if r.gap < 1e-4 else None,
+            "seconds": r.seconds,
         }  # fmt: skip
+
+
+def two_chunks(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Two stages per rank under the memory of each family: v-min, v-half and zb-v on a V, interleaved on a loop."""
+    costs = costs_of(1, None, 0.5)
+    for ranks, count in ((4, 8), (4, 16), (8, 16), (8, 32), (16, 32))[: 3 if arguments.quick else None]:
+        stage = sl.Costs(**{**costs.to_json(), "forward": 5, "backward_input": 5.25, "backward_weight": 4,
+                            "activation": 0.5, "residue": 0.25})  # fmt: skip
+        for name in ("v-min", "v-half", "zb-v", "interleaved", "interleaved-zb"):
+            peer = sl.simulate(sl.schedule(name, ranks, count), stage)
+            placement = "loop" if name.startswith("interleaved") else "v"
+            cap = max(peer.peak_memory)
+            r = sl.synthesize(
+                stage, ranks, count, chunks=2, placement=placement, memory=cap, time_limit=arguments.time_limit
+            )
+            yield {
+                "ranks": ranks, "microbatches": count, "placement": placement, "cap": cap, "family": name,
+                "its makespan": peer.makespan, "makespan": r.achieved, "ratio": r.achieved / peer.makespan,
+                "bound": r.lower_bound, "gap": r.gap, "seconds": r.seconds,
+            }  # fmt: skip
 
 
 def published(arguments: argparse.Namespace) -> Iterator[Row]:
     """The instance of the zero-bubble paper's program with its largest bubble: P=16, M=48, a cap of 1.25 P."""
     costs = sl.Costs(forward=11.347, backward_input=11.248, backward_weight=8.132, transfer=0.377, residue=0.5)
+    ideal = 48 * (11.347 + 11.248 + 8.132)
     for objective in ("span", "makespan"):
-        peer = zero_bubble_heuristic(costs, 16, 48, [20] * 16, objective)
-        r = sl.synthesize(costs, 16, 48, memory=20, objective=objective, time_limit=max(10.0, arguments.time_limit))
-        t = None if peer is None else sl.simulate(peer, costs)
+        peer = zero_bubble_heuristic(costs, 16, 48, 20, objective)
+        r = sl.synthesize(costs, 16, 48, memory=20, objective=objective, time_limit=max(20.0, arguments.time_limit))
         yield {
-            "objective": objective, "bubble": r.timeline.span_bubble if objective == "span" else r.timeline.bubble,
-            "bubble of the heuristic": None if t is None else (t.span_bubble if objective == "span" else t.bubble),
-            "gap": r.gap, "seconds": r.seconds,
+            "objective": objective, "bubble": 1 - ideal / r.achieved, "bubble of the heuristic": 1 - ideal / peer,
+            "bubble at the bound": 1 - ideal / r.lower_bound, "gap": r.gap, "seconds": r.seconds,
         }  # fmt: skip
 
 
@@ -171,6 +201,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
     "gaps": gaps,
     "heuristic": against_heuristic,
     "caps": under_caps,
+    "chunks": two_chunks,
     "published": published,
     "first": first_answer,
     "1f1b": memory_of_1f1b,

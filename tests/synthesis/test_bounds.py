@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 import pytest
@@ -13,13 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stageline as sl
+from stageline.schedules.channels import check_channels
 from stageline.synthesis.baselines import programs_of, sequential_plan
 from stageline.synthesis.bounds import Relaxation, lower_bound, one_rank, quick_bound
+from stageline.synthesis.cp_sat import decide
 from stageline.synthesis.cp_sat import search as exact_search
 from stageline.synthesis.fast_simulate import end_times, peak_memory_of
 from stageline.synthesis.list_scheduling import Board, PriorityRule, ProgramPlan, list_schedule, schedule_of
 from stageline.synthesis.periodic import periodic_plans
 from stageline.synthesis.problem import Problem, problem_of
+from stageline.synthesis.windows import improve_in_windows
 from support.instances import examples
 
 Step = tuple[str, int, int]
@@ -215,7 +218,7 @@ def test_under_a_cap_no_bound_exceeds_the_best_of_all_orders(seed: int) -> None:
     )
     arguments = (1, "loop", dice.choice(["makespan", "makespan", "span"]), dice.choice([True, True, False]))
     least = problem_of(costs, ranks, count, None, *arguments).least_memory
-    caps = [need + dice.randint(0, 4) for need in least]
+    caps = [need + dice.randint(0, 8) / 2 for need in least]
     problem = problem_of(costs, ranks, count, caps, *arguments)
     best = best_of_states(problem)
     assert lower_bound(problem) <= best + 1e-9
@@ -246,6 +249,26 @@ def test_no_bound_exceeds_the_optimum_and_exact_search_finds_it(problem: Problem
     timeline = sl.simulate(schedule_of(problem, result.programs), problem.costs)
     achieved = timeline.makespan if problem.objective == "makespan" else timeline.span
     assert achieved == pytest.approx(best, abs=1e-6)
+    below, above = (decide(board, 0.0, factor * best, seconds=60, effort=60, seed=0) for factor in (0.999, 1.000001))
+    assert below.programs is None
+    assert below.bound <= best + 1e-6
+    assert above.programs is not None
+
+
+@pytest.mark.parametrize(("chunks", "placement"), [(1, "loop"), (2, "v"), (2, "loop")])
+def test_windows_shorten_a_plan_and_keep_it_valid(chunks: int, placement: str) -> None:
+    costs = sl.Costs(forward=[4, 5, 3] * chunks, backward_input=4, backward_weight=3, transfer=0.3, residue=0.7)
+    problem = problem_of(costs, 3, 5, 3.5 * chunks, chunks, placement, "span", True)
+    plan = sequential_plan(problem)
+    plans = improve_in_windows(Board(problem), plan, dice=random.Random(0), seconds_left=lambda: 60.0)
+    *_, best = islice(plans, 12)
+    assert best.value < 0.8 * plan.value
+    schedule = schedule_of(problem, best.programs)
+    assert sl.verify(schedule).in_order
+    check_channels(schedule)
+    timeline = sl.simulate(schedule, costs)
+    assert timeline.span == pytest.approx(best.value)
+    assert max(timeline.peak_memory) <= 3.5 * chunks * (1 + 1e-9)
 
 
 @given(st.integers(0, 2**32 - 1))

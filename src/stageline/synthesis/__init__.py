@@ -2,7 +2,7 @@
 
 This package searches; what makes a schedule valid is in `schedules.rules`. It never imports torch.
 
-Read in order: `problem`, `synthesize`, `search`, then what the search tries: `baselines`, `list_scheduling`,
-`periodic`, `local_search`, `cp_sat`. `fast_simulate` evaluates candidates; `bounds` proves how far from the optimum a
-schedule can be. `pareto` repeats it for many caps.
+Read in order: `problem`, `synthesize`, `search`, then what the search tries: `baselines`, `zero_bubble`,
+`list_scheduling`, `periodic`, `local_search`, `windows`, `cp_sat`. `fast_simulate` evaluates candidates; `bounds`
+proves how far from the optimum a schedule can be. `pareto` searches for many caps.
 """

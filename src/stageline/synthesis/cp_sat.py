@@ -2,7 +2,8 @@
 
 Times become integers. If they are not multiples of a common unit, they are rounded down: every schedule with its times
 rounded down is a solution of the rounded problem, so a bound proven for it holds for the true costs. The same applies
-to memory, with sizes rounded down and caps rounded up. Orders found this way are evaluated with the true costs.
+to memory, with sizes rounded down and caps rounded up (down, if the unit divides all sizes). Orders found this way are
+evaluated with the true costs.
 
 The solver ignores intervals of length zero, but an action of zero duration still holds memory. So if there are such
 actions, the unit is divided into more ticks than there are of them, and each takes one tick: together they never add up
@@ -109,7 +110,10 @@ class Model:
         """Number of actions of zero duration."""
         self.ticks = 2 * self.num_instant + 1
         """Number of ticks per unit."""
-        self.horizon = self.ticks * (self.unit.up(self.upper_bound) + 1) + self.num_instant
+        exact = self.unit.is_exact
+        self.longest = self.unit.down(self.upper_bound) if exact else self.unit.up(self.upper_bound) + 1
+        """The longest step to consider, in units."""
+        self.horizon = self.ticks * self.longest + self.num_instant
         self.slots: list[list[_Slot]] = []
         self._variables()
         self._precedences()
@@ -238,7 +242,8 @@ class Model:
                 during = transient[kinds.I] + slot.whole * (transient[kinds.B] - transient[kinds.I])
                 hold(slot.back, slot.back_end, during)
                 hold(slot.weight, slot.weight_end, transient[kinds.W] - slot.whole * transient[kinds.W])
-        model.add_cumulative(intervals, sizes, unit.up(cap * (1 + SLACK)))
+        round_cap = unit.down if unit.is_exact else unit.up
+        model.add_cumulative(intervals, sizes, round_cap(cap * (1 + SLACK)))
 
     def _channels(self) -> None:
         """Where stages share a channel, receive messages in the order in which they are sent."""
@@ -344,20 +349,13 @@ def search(
     cp_model = solver()
     model = Model(board.problem, lower_bound, upper_bound)
     model.hint(starts)
-    engine = cp_model.CpSolver()
-    parameters = engine.parameters
-    parameters.max_time_in_seconds = max(0.01, seconds)
-    parameters.max_deterministic_time = effort
-    parameters.random_seed = seed
-    # The solver would replace the Ctrl-C handler and not restore it; a training job could then no longer be stopped.
-    parameters.catch_sigint_signal = False
-    parameters.num_workers = 1  # as fast as many workers on small instances, and deterministic
+    engine = engine_of(seconds, effort, seed)
 
     class BoundReporter(cp_model.CpSolverSolutionCallback):  # type: ignore[misc, name-defined]
         def on_solution_callback(self) -> None:
             on_bound(model.bound(self.best_objective_bound))
 
-    status = _solve(engine, model.model, BoundReporter())
+    status = solve(engine, model.model, BoundReporter())
     if status == cp_model.INFEASIBLE:
         return Outcome(None, upper_bound, True, False)
     bound = max(lower_bound, model.bound(engine.best_objective_bound))
@@ -367,7 +365,44 @@ def search(
     return Outcome(model.programs(engine.value), bound, status == cp_model.OPTIMAL, was_cut)
 
 
-def _solve(engine: Any, model: Any, callback: Any) -> Any:
+def decide(board: Board, lower_bound: float, target: float, *, seconds: float, effort: float, seed: int) -> Outcome:
+    """Find a plan that is not longer than `target`, or prove that there is none: `target` is then a lower bound.
+
+    This proves more than a search for the shortest plan does, because a target limits the start of every action.
+    """
+    cp_model = solver()
+    model = Model(board.problem, lower_bound, target)
+    model.model.clear_objective()
+    engine = engine_of(seconds, effort, seed)
+    parameters = engine.parameters
+    parameters.use_strong_propagation_in_disjunctive = True
+    parameters.use_dynamic_precedence_in_disjunctive = True
+    parameters.use_dynamic_precedence_in_cumulative = True
+    parameters.use_overload_checker_in_cumulative = True
+    parameters.use_timetable_edge_finding_in_cumulative = True
+    status = solve(engine, model.model)
+    if status == cp_model.INFEASIBLE:
+        bound = (model.longest + 1) / model.unit.per_one if model.unit.is_exact else target
+        return Outcome(None, bound, True, False)
+    if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return Outcome(model.programs(engine.value), lower_bound, True, False)
+    return Outcome(None, lower_bound, False, engine.response_proto.deterministic_time < effort)
+
+
+def engine_of(seconds: float, effort: float, seed: int) -> cp_model.CpSolver:
+    """Return a solver that is limited by the clock and by its deterministic time."""
+    engine: cp_model.CpSolver = solver().CpSolver()
+    parameters = engine.parameters
+    parameters.max_time_in_seconds = max(0.01, seconds)
+    parameters.max_deterministic_time = effort
+    parameters.random_seed = seed
+    # The solver would replace the Ctrl-C handler and not restore it; a training job could then no longer be stopped.
+    parameters.catch_sigint_signal = False
+    parameters.num_workers = 1  # as fast as many workers on small instances, and deterministic
+    return engine
+
+
+def solve(engine: Any, model: Any, callback: Any = None) -> Any:
     """Solve on another thread: native code would delay an interrupt of this thread until the end."""
     with ThreadPoolExecutor(1, "stageline solver") as pool:
         solution = pool.submit(engine.solve, model, callback)

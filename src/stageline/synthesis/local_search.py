@@ -71,14 +71,14 @@ def _critical_actions(board: Board, programs: Programs, ends: list[float]) -> li
             waited.append((rank, position))
             code = previous
             continue
-        source = _source(board, code, ends)
+        source = source_of(board, code, ends)
         if source < 0:
             break
         code = source
     return waited
 
 
-def _source(board: Board, code: Code, ends: list[float]) -> Code:
+def source_of(board: Board, code: Code, ends: list[float]) -> Code:
     """Return the action of another stage whose output this one takes, or −1."""
     size, count = board.size, board.problem.microbatches
     kind, key = divmod(code, size)

@@ -24,6 +24,8 @@ from stageline.synthesis.list_scheduling import Board, PriorityRule, ProgramPlan
 from stageline.synthesis.local_search import improve, mixed_plans
 from stageline.synthesis.periodic import best_turns_plan, periodic_plans
 from stageline.synthesis.problem import SLACK, Problem, with_microbatches
+from stageline.synthesis.windows import improve_in_windows
+from stageline.synthesis.zero_bubble import zero_bubble_plans
 
 ACTIONS_PER_SECOND = 300_000
 """Work per second of the time limit; most machines are faster."""
@@ -33,6 +35,14 @@ RESULT_COST = 5.0
 """Time to verify and simulate the result, over the time to build and check a named family."""
 MAX_EXACT_ACTIONS = 500
 """Largest number of actions for the exact search."""
+MAX_WINDOW_ACTIONS = 15_000
+"""Largest number of actions for the search in windows."""
+MAX_IDLE_WINDOWS, WINDOWS_PER_SECOND = 6, 5
+"""Other steps follow after so many windows without a gain, or so many per second of the time limit."""
+MAX_DECIDED_ACTIONS = 3000
+"""Largest number of actions for which constraint programming raises the lower bound."""
+SMALLEST_SHARE, SMALL_GAP = 0.05, 0.01
+"""Of the gap, the smallest share by which it tries to; below the small gap, it tries to close it first."""
 ORDERS = ((3, 2, 1, 0), (1, 3, 2, 0), (2, 3, 1, 0), (2, 1, 3, 0), (1, 2, 3, 0), (3, 2, 0, 1))
 """Priorities on a V placement; see `PriorityRule.order`."""
 HABITS = (
@@ -121,7 +131,8 @@ class Search:
         """Run all steps until the bound is reached or time is up; an interrupt keeps the best plan so far."""
         try:
             self._start()
-            for step in (self._rules, self._turns, self._refine, self._mixed, self._moves, self._periodic, self._exact):
+            rules = (self._zero_bubble, self._rules, self._turns, self._refine, self._mixed)
+            for step in (*rules, self._moves, self._exact, self._periodic, self._windows):
                 if self.is_proven or self.is_over():
                     break
                 step()
@@ -161,6 +172,15 @@ class Search:
         """Whether exact search applies."""
         plain = self.problem.costs.overlap is None
         return plain and self.problem.num_actions <= MAX_EXACT_ACTIONS and cp_sat.is_available()
+
+    def _zero_bubble(self) -> None:
+        """Run the variants of the zero-bubble heuristic."""
+        if self.problem.chunks > 1 or self.problem.split is False:
+            return
+        for plan in islice(zero_bubble_plans(self.board, self.lower_bound), self._tries(0.1)):
+            self.offer(plan)
+            if self.is_proven or self.is_over():
+                return
 
     def _rules(self) -> None:
         """Run list scheduling with many rules."""
@@ -214,9 +234,9 @@ class Search:
             for plan in list(self.by_form.values()):
                 self._vary(plan, max(1, self._tries(0.02)), num_ranks=(1, 2, 4, 8))
             self._moves(0.05)
+            self._windows()
             round_ += 1
-            if self._is_small:
-                self._exact(round_)
+            self._exact(round_)
 
     def _mixed(self) -> None:
         """Switch the form of some backwards, if that may save time or memory."""
@@ -238,6 +258,21 @@ class Search:
             ):
                 self.offer(plan)
 
+    def _windows(self) -> None:
+        """Put the actions of windows into their best order until that no longer helps."""
+        best, problem = self.best, self.problem
+        if best is None or not self._is_solvable or problem.num_actions > MAX_WINDOW_ACTIONS:
+            return
+        plans = improve_in_windows(
+            self.board, best, dice=self.dice, seconds_left=lambda: self.seconds - self.reserve - self.elapsed
+        )
+        num_idle = 0
+        for plan in islice(plans, max(1, int(WINDOWS_PER_SECOND * self.seconds))):
+            num_idle = 0 if self.best is not None and plan.value < self.best.value else num_idle + 1
+            self.offer(plan)
+            if self.is_proven or self.is_over() or num_idle == MAX_IDLE_WINDOWS:
+                return
+
     def _periodic(self) -> None:
         """Search a shorter step more thoroughly, and repeat its steady state."""
         problem = self.problem
@@ -258,13 +293,46 @@ class Search:
 
     def _raise_bound(self, bound: float) -> None:
         """Raise the lower bound if this one is higher."""
-        self.lower_bound = max(self.lower_bound, bound)
-        self.report("exact search")
+        if bound > self.lower_bound:
+            self.lower_bound = bound
+            self.report("exact search")
+
+    @property
+    def _is_solvable(self) -> bool:
+        """Whether constraint programming applies to the problem and to the best plan."""
+        plain = self.problem.costs.overlap is None and self.best is not None and self.best.schedule is None
+        return plain and cp_sat.is_available()
+
+    def _decide(self, effort: float) -> None:
+        """Move the lower bound up, or the best plan down, by shares of the gap, as long as each takes little effort."""
+        if not self._is_solvable or self.is_nested or self.problem.num_actions > MAX_DECIDED_ACTIONS:
+            return
+        share = 0.5
+        while share > SMALLEST_SHARE and not self.is_proven and not self.is_over():
+            assert self.best is not None
+            gap = self.best.value - self.lower_bound
+            if share == 0.5 and gap < SMALL_GAP * self.lower_bound:
+                share = 1 - 1e-6
+            outcome = cp_sat.decide(
+                self.board,
+                self.lower_bound,
+                self.lower_bound + share * gap,
+                seconds=self.seconds - self.reserve - self.elapsed,
+                effort=effort,
+                seed=self.seed,
+            )
+            self.was_cut |= outcome.was_cut
+            self._raise_bound(outcome.bound)
+            self.offer(evaluate(self.board, outcome.programs, "exact search"))
+            if self.best.value - self.lower_bound > (1 - 0.5 * share) * gap:
+                share /= 2.1
 
     def _exact(self, round_: int = 0) -> None:
         """Run exact search, which may also raise the bound; later rounds take twice the effort of the one before."""
+        effort = 0.05 * 2**round_
+        self._decide(effort)
         best = self.best
-        if best is None or best.schedule is not None or not self._is_small:
+        if best is None or not self._is_small or not self._is_solvable or self.is_proven or self.is_over():
             return
         ends = end_times(self.board, best.programs)
         if ends is None:
@@ -277,12 +345,12 @@ class Search:
             self.lower_bound,
             best.value,
             seconds=self.seconds - self.reserve - self.elapsed,
-            effort=2 * self.seconds * 2**round_,
+            effort=4 * effort,
             seed=self.seed + round_,
             on_bound=self._raise_bound,
         )
         self.was_cut |= outcome.was_cut
-        self.lower_bound = max(self.lower_bound, outcome.bound)
+        self._raise_bound(outcome.bound)
         self.offer(evaluate(self.board, outcome.programs, "exact search"))
 
 
