@@ -372,7 +372,7 @@ def decide(board: Board, lower_bound: float, target: float, *, seconds: float, e
     """
     cp_model = solver()
     model = Model(board.problem, lower_bound, target)
-    model.model.clear_objective()
+    model.model.clear_objective()  # type: ignore[no-untyped-call]
     engine = engine_of(seconds, effort, seed)
     parameters = engine.parameters
     parameters.use_strong_propagation_in_disjunctive = True

@@ -170,8 +170,8 @@ def zero_bubble_plans(board: Board, lower_bound: float) -> Iterator[ProgramPlan 
     ranks = range(board.problem.ranks)
     work = [board.work(rank, whole=False) for rank in ranks]
     aims = [[factor * lower_bound - load for load in work] for factor in TARGETS]
-    for number, one_more, skip, eager, few in product(range(2 + len(aims)), *[(False, True)] * 4):
-        variant = Variant([0.0] * len(ranks) if number < 2 else aims[number - 2], one_more, skip, eager, few)
+    for number, switches in product(range(2 + len(aims)), product((False, True), repeat=4)):
+        variant = Variant([0.0] * len(ranks) if number < 2 else aims[number - 2], *switches)
         if number == 1:
             variant = variant._replace(allowance=[_longest_wait(board, _warm_up(board, variant))] * len(ranks))
         yield evaluate(board, _programs(board, variant), "the zero-bubble heuristic")
