@@ -54,7 +54,7 @@ def write_run(folder: Path, num_steps: int, **config: Any) -> Path:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStudio]:
     runs = tmp_path_factory.mktemp("runs")
-    write_run(runs / "a", 3, steps=10)
+    even(8).write(write_run(runs / "a", 3, steps=10) / "profile.json")
     write_run(runs / "b", 2, steps=20)
     with studio(runs) as running:
         yield running
@@ -223,6 +223,9 @@ def test_the_cut_of_a_profile_has_the_time_and_memory_of_a_plan(served: RunningS
     profile = even(8)
     uploaded = served.request("api/profile", {"name": "p.json", "text": profile.to_text()}).json
     assert len(uploaded["layers"]) == 8
+    assert served.request("api/profiles").json == ["a"]
+    assert served.request("api/profile/run", {"run": 0}).json == {**uploaded, "name": "a"}
+    assert served.request("api/profile/run", {"run": 1}).status == 400
     request = {"profile": uploaded["profile"], "ranks": 2, "microbatches": 4, "family": "1f1b"}
     balanced = served.request("api/plan", request).arrays
     assert balanced["counts"] == [4, 4]

@@ -4,7 +4,7 @@ The server only computes: what the browser shows is drawn by the plain JavaScrip
 uvicorn (the extra `studio`) are imported when the server starts, never by importing this package.
 
 Read in order: `arrays` (how timelines travel to the page), `schedules`, `export`, `synthesis` and `synthesis_process`,
-`runs`, `plans`, `app` (routes and who may call them), `server`.
+`plans`, `runs`, `app` (routes and who may call them), `server`.
 """
 
 from stageline.studio.server import serve

@@ -92,7 +92,9 @@ def make_app(studio: Studio) -> Any:
         post("/api/synthesis/stop", lambda _: searches.stop()),
         post("/api/runs", lambda data: pack(runs.answer(data))),
         post("/api/runs/timelines", lambda data: pack(runs.timelines(data))),
+        get("/api/profiles", lambda _: [profile.name for profile in runs.profiles()]),
         post("/api/profile", profiles.add),
+        post("/api/profile/run", lambda data: profiles.add_run(data, runs.profiles())),
         post("/api/plan", lambda data: pack(profiles.evaluate(data))),
         post("/api/plan/search", profiles.search),
         # Whatever else is asked for is refused with the same sentence, so that a path tells nothing.

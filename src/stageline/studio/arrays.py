@@ -89,7 +89,7 @@ def times_of(timeline: Timeline) -> dict[str, Any]:
         "bubbleUncertainty": timeline.bubble_uncertainty,
         "spanBubble": timeline.span_bubble,
         "utilisation": timeline.utilisation,
-        "peak": list(timeline.peak_memory),
+        "peak": [float(levels.max(initial=0.0)) for _, levels in memory],
         "busy": list(timeline.busy),
         "idle": [list(idle) for idle in timeline.idle],
         "causes": [cause.replace("warmup", "warm-up") for cause in Idle._fields],

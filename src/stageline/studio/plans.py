@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
 
-from stageline.common.checked_json import PositiveInt, Range, from_json
+from stageline.common.checked_json import PositiveInt, Range, convert, from_json
 from stageline.common.errors import StagelineError
+from stageline.common.files import read_text
 from stageline.model.profile import Profile, profile_from_text
 from stageline.schedules.registry import families
 from stageline.schedules.schedule import Schedule
@@ -29,6 +31,13 @@ class Upload:
 
     name: str
     text: str
+
+
+class RunProfile(NamedTuple):
+    """The profile of a run that the studio follows."""
+
+    name: str
+    path: Path
 
 
 @dataclass(frozen=True)
@@ -56,6 +65,11 @@ class Profiles:
 
     def __init__(self) -> None:
         self._profiles: dict[str, Profile] = {}
+
+    def add_run(self, data: Any, profiles: Sequence[RunProfile]) -> dict[str, Any]:
+        """Keep the profile of one of these runs, and return its layers."""
+        index = convert(data.get("run"), Annotated[int, Range(0, len(profiles) - 1)], "run")
+        return self.add({"name": profiles[index].name, "text": read_text(profiles[index].path, "profile")})
 
     def add(self, data: object) -> dict[str, Any]:
         """Keep a profile, and return its layers."""

@@ -14,13 +14,14 @@ import numpy as np
 from stageline.common.checked_json import Count, Range, from_json, number_or_none
 from stageline.common.errors import StagelineError
 from stageline.studio.arrays import structure_of, times_of
+from stageline.studio.plans import RunProfile
 from stageline.timeline.explain import Parts, explain
 from stageline.train.events import RETURNS, Row, checkpoint_text, read_metrics, recovery_text, validation_text
 from stageline.train.report.charts import Series
 from stageline.train.report.comparison import config_differences
 from stageline.train.report.page import key_figures, status_of
 from stageline.train.report.run import Run, check_folder, is_run, read_run
-from stageline.train.run_folder import METRICS
+from stageline.train.run_folder import METRICS, PROFILE
 
 COLUMNS = ("loss", "tokens_per_s", "bubble", "planned_bubble", "memory", "grad_norm", "lr", "seconds")
 """The figures of steps that are charted."""
@@ -76,7 +77,9 @@ class LiveRun:
         if version == self._version or time.monotonic() - self._read_at < PATIENCE * self._took:
             return
         started = time.monotonic()
-        if version != "none":
+        if self._version == "none":  # the job has begun: its other files are new too
+            self.run = read_run(self.run.folder)
+        elif version != "none":
             self.run = replace(self.run, history=read_metrics(self.run.folder / METRICS))
         self._version, self._read_at = version, time.monotonic()
         self._took = self._read_at - started
@@ -179,6 +182,11 @@ class LiveRuns:
                 if path not in self._runs:
                     self._runs[path] = LiveRun(path)
         return list(self._runs.values())
+
+    def profiles(self) -> list[RunProfile]:
+        """Return the profiles of the runs that have one."""
+        folders = [(live.run.name, live.run.folder) for live in self.all()]
+        return [RunProfile(name, folder / PROFILE) for name, folder in folders if (folder / PROFILE).is_file()]
 
     def answer(self, data: object) -> dict[str, Any]:
         """Return the changes of all runs, and what differs between their configs."""

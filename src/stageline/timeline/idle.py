@@ -144,6 +144,7 @@ def critical_actions(timeline: Timeline) -> list[int]:
     lead = leads_of(timeline)
     _, arrived = _action_inputs(timeline)
     actions = graph.actions_of_entries()
+    entry_of = graph.entries_of(np.arange(len(graph.source), dtype=np.int32))
     first = set(graph.first[:-1].tolist())
 
     path = []
@@ -154,7 +155,7 @@ def critical_actions(timeline: Timeline) -> list[int]:
         for slot in actions:
             mine = int(slot[entry])
             if mine >= 0 and graph.source[mine] >= 0:
-                waited.append((float(arrived[mine]), int(graph.entries_of(graph.source[mine : mine + 1])[0])))
+                waited.append((float(arrived[mine]), int(entry_of[graph.source[mine]])))
         if not waited:
             return path[::-1]
         # In a tie, stay on the rank.

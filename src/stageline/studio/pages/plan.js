@@ -11,7 +11,7 @@ export async function show(page) {
   const side = element("form", { "aria-label": "Plan", onsubmit: event => event.preventDefault() }), work = element("div", { class: "work" });
   page.append(columns("Ranks, family and memory", side, work));
   const message = element("p", { class: "error", hidden: true, role: "alert" }), file = element("input", { type: "file", accept: ".json,application/json", "aria-label": "Profile", onchange: () => take(file.files[0]) });
-  const drop = element("div", { class: "drop" }, element("b", {}, "Drop a profile here"), element("p", { class: "soft" }, "A file that stageline profile MODEL -o profile.json wrote, or profile.json of a run's folder."), file);
+  const drop = element("div", { class: "drop" }, element("b", {}, "Drop a profile here"), element("p", { class: "soft" }, "A file that stageline profile MODEL -o profile.json wrote, or profile.json of a run's folder."), file, element("div", { class: "buttons middle" }, ...(await get("api/profiles")).map((name, run) => element("button", { type: "button", onclick: () => open(() => post("api/profile/run", { run })) }, `Profile of ${name}`))));
   const board = element("div", { hidden: true });
   work.append(message, drop, board);
 
@@ -19,8 +19,10 @@ export async function show(page) {
   addEventListener("dragover", over); addEventListener("dragleave", leave); addEventListener("drop", dropped);
   const fail = error => { message.textContent = error.message; message.hidden = false; };
   async function take(chosen) {
-    if (!chosen) return;
-    try { profile = await post("api/profile", { name: chosen.name, text: await chosen.text() }); state.counts = ""; message.hidden = true; update(); }
+    if (chosen) open(async () => post("api/profile", { name: chosen.name, text: await chosen.text() }));
+  }
+  async function open(load) {
+    try { profile = await load(); state.counts = ""; message.hidden = true; update(); }
     catch (error) { fail(error); }
   }
 
