@@ -10,6 +10,7 @@ from typer import Option
 from stageline.cli.options import CostOptions, DrawingOptions, ScheduleOptions, expand, load_families
 from stageline.cli.output import console, print_charts, print_json, progress, table
 from stageline.common.errors import ScheduleError
+from stageline.common.units import pluralize
 from stageline.schedules.registry import families, schedule, whole
 from stageline.timeline.costs import Costs
 from stageline.timeline.draw.palette import number
@@ -55,7 +56,7 @@ def command(
     with progress("simulating the families …") as update:
         candidates = list(_candidates(sizes, costs, memory, left_out, update or (lambda text: None)))
     timelines = sorted(candidates, key=lambda timeline: (timeline.makespan, max(timeline.peak_memory)))
-    title = f"{sizes.ranks} ranks, {sizes.microbatches} microbatches"
+    title = f"{pluralize(sizes.ranks, 'rank')}, {pluralize(sizes.microbatches, 'microbatch')}"
     drawing.save(timelines, title)
     if drawing.json:
         print_json({"families": [_row(timeline) for timeline in timelines], "left_out": left_out})

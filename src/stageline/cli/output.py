@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from stageline.common.errors import StagelineError
+from stageline.common.units import format_sizes
 from stageline.timeline.draw.palette import LOOKS
 from stageline.timeline.draw.terminal import Segment, chart, figures, legend
 
@@ -50,7 +51,7 @@ def print_segments(out: Console, lines: Iterable[list[Segment]]) -> None:
 
 def schedule_title(schedule: Schedule) -> str:
     """Return the name and the sizes of a schedule."""
-    return f"{schedule.name}: {schedule.ranks} ranks, {schedule.stages} stages, {schedule.microbatches} microbatches"
+    return f"{schedule.name}: {format_sizes(schedule.ranks, schedule.stages, schedule.microbatches)}"
 
 
 def print_chart(out: Console, timeline: Timeline, *, title: bool = True) -> None:

@@ -15,6 +15,7 @@ from stageline.cli.options import CostOptions, DrawingOptions, expand, output_op
 from stageline.cli.output import console, print_chart, print_figures, print_json, progress, save, table
 from stageline.common import interrupts
 from stageline.common.errors import StagelineError
+from stageline.common.units import pluralize
 from stageline.timeline.draw.palette import number
 
 if TYPE_CHECKING:
@@ -148,7 +149,11 @@ def _show_curve(
 
         curve = pareto(prices.make(), ranks, microbatches, caps=caps, points=options.points, progress=tell, **arguments)
     save(drawing.svg, curve.svg, "the drawing")
-    save(drawing.html, lambda: curve.html(f"{ranks} ranks, {microbatches} microbatches"), "the page")
+    save(
+        drawing.html,
+        lambda: curve.html(f"{pluralize(ranks, 'rank')}, {pluralize(microbatches, 'microbatch')}"),
+        "the page",
+    )
     if drawing.json:
         print_json(curve.to_json())
         return

@@ -181,3 +181,24 @@ def format_table(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[s
         ).rstrip()
         for row in rows
     ]
+
+
+def pluralize(number: int, noun: str) -> str:
+    """Return a number with its noun.
+
+    >>> pluralize(1, "rank"), pluralize(4, "microbatch")
+    ('1 rank', '4 microbatches')
+    """
+    plural = noun + ("es" if noun.endswith("ch") else "s")
+    return f"{number} {noun if number == 1 else plural}"
+
+
+def format_sizes(ranks: int, stages: int, microbatches: int) -> str:
+    """Return the sizes of a schedule.
+
+    >>> format_sizes(1, 2, 8)
+    '1 rank, 2 stages, 8 microbatches'
+    """
+    return ", ".join(
+        pluralize(number, noun) for number, noun in ((ranks, "rank"), (stages, "stage"), (microbatches, "microbatch"))
+    )

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from stageline.common.errors import NothingFits, StagelineError
-from stageline.common.units import format_seconds, format_size, format_table, round_up_size
+from stageline.common.units import format_seconds, format_size, format_sizes, format_table, round_up_size
 from stageline.planning.candidates import Trial
 from stageline.planning.costs import RankMemory, Recompute
 from stageline.planning.mesh import describe_mesh
@@ -40,6 +40,13 @@ def describe_memory(memory: RankMemory) -> str:
     return ", ".join(f"{name} {format_size(value)}" for name, value in memory._asdict().items() if value)
 
 
+def describe_gap(plan: Plan) -> str:
+    """Return how far the step can be from the best order of the cut, as far as the measured times allow to say."""
+    if plan.is_noisy:
+        return f"the measured times are noisy, so the step may be off by {plan.uncertainty:.0%}"
+    return f"the step is at most {plan.gap:.1%} above the best order" if plan.gap else "no order of this cut is faster"
+
+
 def explain(plan: Plan, rows: int) -> str:
     """Return the figures, then the table."""
     meshes = ["", *_mesh_table(plan, rows)] if plan.meshes else []
@@ -51,15 +58,12 @@ def _figures(plan: Plan) -> Iterator[str]:
     schedule = plan.schedule
     samples = f" of {plan.samples} samples" if plan.samples > 1 else ""
     yield (
-        f"{schedule.name}: {schedule.ranks} ranks, {schedule.stages} stages, {schedule.microbatches} microbatches"
+        f"{schedule.name}: {format_sizes(schedule.ranks, schedule.stages, schedule.microbatches)}"
         f"{samples}, {describe_recompute(plan.recompute)} recomputed"
     )
     yield f"step        {format_seconds(plan.step_seconds)}, bubble {plan.bubble:.1%}"
     if plan.gap is not None:
-        quality = "no order of this cut is faster" if plan.gap == 0 else f"at most {plan.gap:.1%} above the best order"
-        if plan.is_noisy:
-            quality = f"the measured times are noisy, so the step may be off by {plan.uncertainty:.0%}"
-        yield f"bound       {format_seconds(plan.bound or 0.0)}: {quality}"
+        yield f"bound       {format_seconds(plan.bound or 0.0)}: {describe_gap(plan)}"
     totals = [rank.total for rank in plan.memory]
     fullest = max(range(len(totals)), key=totals.__getitem__)
     cap = f" of {format_size(plan.caps[fullest])}" if plan.caps is not None else ""

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stageline.common.units import format_seconds, format_size
+from stageline.common.units import format_seconds, format_size, pluralize
 from stageline.model.partition.partition import spans_of
 from stageline.planning.costs import RankMemory
-from stageline.planning.explain import describe_recompute, mesh_name, why_not, why_not_mesh
+from stageline.planning.explain import describe_gap, describe_recompute, mesh_name, why_not, why_not_mesh
 from stageline.timeline import draw
 
 if TYPE_CHECKING:
@@ -77,21 +77,18 @@ def _tiles(plan: Plan) -> Iterator[tuple[str, str, str]]:
     utilisation = plan.timeline.utilisation or 0.0
     yield "Step", format_seconds(plan.step_seconds), f"bubble {plan.bubble:.1%}, utilisation {utilisation:.1%}"
     if plan.gap is not None and plan.bound is not None:
-        quality = "no order of this cut is faster"
-        if plan.gap:
-            quality = f"no order of this cut is faster; the plan is {plan.gap:.1%} above it"
-        yield "Bound", format_seconds(plan.bound), quality
+        yield "Bound", format_seconds(plan.bound), describe_gap(plan)
     totals = [rank.total for rank in plan.memory]
     fullest = int(np.argmax(totals))
     cap = "no limit" if plan.caps is None else f"limit {format_size(plan.caps[fullest])}"
     yield "Memory", format_size(totals[fullest]), f"rank {fullest}, the fullest; {cap}"
     pipelines = plan.mesh.get("dp_replicate", 1) * plan.mesh.get("dp_shard", 1)
-    samples = f"of {plan.samples} sample{'s' if plan.samples != 1 else ''}"
+    samples = f"of {pluralize(plan.samples, 'sample')}"
     yield "Microbatches", str(plan.microbatches), samples + (f", in each of {pipelines} pipelines" * (pipelines > 1))
     yield (
         "Stages",
         str(plan.schedule.stages),
-        f"{plan.chunks} on each of {plan.ranks} ranks, {sum(plan.layers_per_stage)} units",
+        f"{plan.chunks} on each of {pluralize(plan.ranks, 'rank')}, {pluralize(sum(plan.layers_per_stage), 'unit')}",
     )
     yield "Recomputed", describe_recompute(plan.recompute), ""
     if plan.collectives.total:

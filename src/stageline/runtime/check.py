@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from stageline.common.errors import StagelineError, shorten
+from stageline.common.units import format_sizes
 from stageline.distributed.collectives import ProcessCollectives
 from stageline.distributed.layout import ranks_of
 from stageline.model.compiled_models import unwrapped
@@ -100,9 +101,9 @@ class Report:
         return self.equal
 
     def __str__(self) -> str:
+        sizes = format_sizes(self.schedule.ranks, self.schedule.stages, self.schedule.microbatches)
         lines = [
-            f"{self.schedule.name} on {self.schedule.ranks} ranks, {self.schedule.stages} stages, "
-            f"{self.schedule.microbatches} microbatches, against {self.reference}",
+            f"{self.schedule.name} on {sizes}, against {self.reference}",
             f"verdict    {self.verdict}: {_MEANING[self.verdict]}",
             f"loss       {self.loss!r} and {self.alone!r}: {self._loss_in_words}",
             f"bits       {self.compared - len(self.differing)} of {self.compared} gradients and buffers are the same",

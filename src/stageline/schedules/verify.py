@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stageline.common.errors import ScheduleError, shorten
+from stageline.common.units import format_sizes
 from stageline.schedules import action as kinds
 from stageline.schedules.channels import Channel, Channels, least_look_ahead
 from stageline.schedules.rules import RULES
@@ -98,8 +99,8 @@ class Certificate:
             ends = ", ".join(f"{channel.source} → {channel.target} {channel.traffic}" for channel in reordered[:4])
             order = f"those of {len(reordered)} taken out of order: {ends}{', …' if len(reordered) > 4 else ''}"
         lines = [
-            f"{schedule.name}: {schedule.ranks} ranks, {schedule.stages} stages, "
-            f"{schedule.microbatches} microbatches, {schedule.num_actions} actions",
+            f"{schedule.name}: {format_sizes(schedule.ranks, schedule.stages, schedule.microbatches)}, "
+            f"{schedule.num_actions} actions",
             f"  passes            {', '.join(self.rules)}",
             f"  channels          {len(channels)}, with {len(channels.senders)} messages, {order}",
             f"  look-ahead        {self.look_ahead} (receives to post ahead so that blocking sends cannot deadlock)",

@@ -7,6 +7,7 @@ from html import escape
 
 import numpy as np
 
+from stageline.common.units import pluralize
 from stageline.schedules.dependencies import Ints
 from stageline.timeline.costs import Floats
 from stageline.timeline.draw.palette import (
@@ -91,7 +92,7 @@ def _panel(timeline: Timeline, title: str, top: int, scale: float) -> str:
         f"(bubble {timeline.span_bubble:.1%}), utilisation {timeline.utilisation or 0:.1%}, "
         f"peak memory {summary(timeline.peak_memory)}"
     )
-    name = f"{title}, {schedule.ranks} ranks, {schedule.microbatches} microbatches"
+    name = f"{title}, {pluralize(schedule.ranks, 'rank')}, {pluralize(schedule.microbatches, 'microbatch')}"
     parts = [
         f'<text x="{LEFT}" y="{top + 14}"><tspan class="t">{escape(name)}</tspan>'
         f'<tspan class="s" dx="12">{escape(figures)}</tspan></text>'
