@@ -115,12 +115,12 @@ class BlameRules:
         if self.standby:
             self.standby = False
             died = [state for state in self.ranks if state.state == "died"]
-            if died and not self._is_settled(None):
+            if died and not self.is_settled(None):
                 self._settle(min(died, key=lambda state: state.unconnected).rank, "died", now)
 
     def adopt(self, verdict: dict[str, Any]) -> None:
         """Take a verdict of the other monitor, unless there is one."""
-        if not self._is_settled(int(verdict["round"])):
+        if not self.is_settled(int(verdict["round"])):
             self.verdict = verdict
             self.verdicts += 1
             self._echoes.clear()
@@ -135,7 +135,7 @@ class BlameRules:
     def failed(self, rank: int, report: dict[str, Any], now: float) -> None:
         """Record an exception that a rank reported."""
         self.ranks[rank].heard = now
-        if self._is_settled(int(report.get("round", 0))):
+        if self.is_settled(int(report.get("round", 0))):
             return
         if report.get("secondary"):
             self._echoes.append((now, rank, report))
@@ -149,7 +149,7 @@ class BlameRules:
         deadline to make progress.
         """
         chain: dict[int, RankState] = {}
-        while rank not in chain and not self._is_settled(None):
+        while rank not in chain and not self.is_settled(None):
             state = chain[rank] = self.ranks[rank]
             if state.state != "here":
                 return False
@@ -178,7 +178,7 @@ class BlameRules:
         if state.state != "here":
             return
         state.state, state.unconnected = "died", now
-        if not self.standby and not self._is_settled(None):
+        if not self.standby and not self.is_settled(None):
             self._settle(rank, "died", now)
         state.waits = None
 
@@ -195,7 +195,7 @@ class BlameRules:
         for state in self.ranks:
             if state.unconnected and state.state == "here" and now - state.unconnected > self._reconnect:
                 self.closed(state.rank, now)
-        if self.standby or self._is_settled(None):
+        if self.standby or self.is_settled(None):
             return
         here = [state for state in self.ranks if state.state == "here"]
         silent = max(here, key=lambda state: now - state.heard, default=None)
@@ -248,7 +248,7 @@ class BlameRules:
         """Whether all ranks are being ended from outside, so that none is to blame."""
         here = [state for state in self.ranks if state.state == "here"]
         return (
-            bool(here) and not self._is_settled(None) and all(0 < state.terminated < now - GRACE / 2 for state in here)
+            bool(here) and not self.is_settled(None) and all(0 < state.terminated < now - GRACE / 2 for state in here)
         )
 
     def all_gone(self) -> bool:
@@ -277,7 +277,7 @@ class BlameRules:
                 return True
         return False
 
-    def _is_settled(self, round: int | None) -> bool:
+    def is_settled(self, round: int | None) -> bool:
         """Whether there is a final verdict, or one about this round."""
         if self.verdict is None:
             return False

@@ -3,7 +3,7 @@
 Rank 0 starts it (see `connection.py`) in a session of its own, so that it outlives every rank and the signals that a
 launcher sends to them. It needs only the standard library and starts in a tenth of a second. If the ranks are on
 several machines, the first rank of another machine than rank 0's starts a standby: it hears everything too, and takes
-over once a rank has lost the first monitor.
+over once a rank has lost the first monitor. Then it gets a standby of its own, on another machine.
 
 Each rank has one TCP connection to each monitor (`common/handshake.py`), with authenticated lines of JSON both ways:
 
@@ -65,7 +65,8 @@ class Peer:
 class Server:
     """Accepts ranks that prove that they know the token, passes their messages to the rules, and sends verdicts."""
 
-    def __init__(self, listener: socket.socket, token: str, rules: BlameRules) -> None:
+    def __init__(self, listener: socket.socket, token: str, rules: BlameRules, host: str = "") -> None:
+        """`host` is the machine of a standby; the first monitor is on that of rank 0."""
         self.listener = listener
         self.token = token
         self.rules = rules
@@ -84,7 +85,10 @@ class Server:
         """Ranks on this machine that live without a connection."""
         self._standby: list[Any] | None = None
         """Host and port of the standby."""
-        self._needs_standby = not rules.standby
+        self._needs_standby = True
+        self._host = host
+        self._followers: set[int] = set()
+        """The ranks that listen to this one since it took over from a monitor that was lost."""
         self._news = True
         """Whether something happened that the rules must judge at once."""
 
@@ -132,7 +136,7 @@ class Server:
         if not self.complete and not self.rules.standby and all(state.state != "absent" for state in self.rules.ranks):
             self.complete = True
             self._broadcast({"all": True})
-        if self.complete and self._needs_standby and all(state.host for state in self.rules.ranks):
+        if self.complete and self._needs_standby and not self.rules.is_settled(None) and self._is_followed():
             self._needs_standby = False
             self._ask_for_standby()
         if self.rules.verdicts > self._verdicts_sent:
@@ -141,10 +145,19 @@ class Server:
         elif self.rules.all_terminated(now):
             self._broadcast({"nobody": True})
 
+    def _is_followed(self) -> bool:
+        """Whether the machines of all ranks are known and, if this was a standby, all of them listen to it."""
+        if self._host and any(
+            state.state == "here" and state.rank not in self._followers for state in self.rules.ranks
+        ):
+            return False
+        return all(state.host for state in self.rules.ranks)
+
     def _ask_for_standby(self) -> None:
-        """Let the first rank of another machine than rank 0's start one."""
+        """Let the first rank of another machine than this one start a standby."""
         hosts = {peer.rank: self.rules.ranks[peer.rank].host for peer in self.peers.values() if peer.rank is not None}
-        other = [rank for rank, host in sorted(hosts.items()) if host != hosts.get(0, host)]
+        own = self._host or hosts.get(0)
+        other = [rank for rank, host in sorted(hosts.items()) if own is not None and host != own]
         for peer in self.peers.values():
             if other and peer.rank == other[0]:
                 self._tell(peer, {"start_standby": True})
@@ -265,6 +278,9 @@ class Server:
             self.rules.adopt(message["relay"])
         elif "lead" in message:
             self.rules.lead(now)
+            self._followers.add(peer.rank)
+            if self._standby is not None:
+                self._tell(peer, {"standby": self._standby})
             if self.rules.verdict is not None:
                 self._tell(peer, {"verdict": self.rules.verdict})
         self._received[peer.rank] = max(number, self._received[peer.rank])
@@ -347,7 +363,7 @@ def main() -> None:
     standby = bool(options.get("standby"))
     start_deadline = float("inf") if standby else options["start_deadline"]
     rules = BlameRules(options["ranks"], options["deadline"], start_deadline, time.monotonic(), standby=standby)
-    Server(listener, options["token"], rules).serve()
+    Server(listener, options["token"], rules, options["host"] if standby else "").serve()
 
 
 def kernel() -> str:
