@@ -47,6 +47,9 @@ def train(settings: list[str], kills: list[tuple[int, int, str, int]]) -> tuple[
         if int(os.environ["RANK"]) == rank:
             if moment == "time":
                 die_after(attempt, count)
+            elif moment in ("reads late", "writes early"):
+                mark = next(word for word in settings if word.startswith("job.dump_folder=")).partition("=")[2]
+                (read_late if moment == "reads late" else write_early)(attempt, mark)
             else:
                 number = signal.SIGSTOP if moment == "freeze" else signal.SIGKILL
                 die_in(attempt, *MOMENTS[moment], count, number, half_written=moment == "copy")
@@ -93,6 +96,39 @@ def die_after(attempt: int, milliseconds: int) -> None:
 
     Executor.run = note  # type: ignore[method-assign,assignment]
     threading.Thread(target=wait, daemon=True).start()
+
+
+def read_late(attempt: int, mark: str) -> None:
+    """Read states after another rank has begun to write a new one, unless that waits for this one."""
+    restore = recovery.JobRecovery.restore
+
+    def wait(self: recovery.JobRecovery, *arguments: Any) -> Any:
+        end = time.monotonic() + (1.0 if number_of() == attempt else 0.0)
+        while time.monotonic() < end and not Path(f"{mark}-writes").exists():
+            time.sleep(0.01)
+        try:
+            return restore(self, *arguments)
+        finally:
+            Path(f"{mark}-has-read").touch()
+
+    recovery.JobRecovery.restore = wait  # type: ignore[method-assign,assignment]
+
+
+def write_early(attempt: int, mark: str) -> None:
+    """Hold the first new state half-written until the other rank has read."""
+    write = snapshots.Slot.write
+
+    def hold(self: snapshots.Slot, *arguments: Any) -> None:
+        end = time.monotonic() + 10
+        if number_of() == attempt and not Path(f"{mark}-writes").exists():
+            with open(self._path, "r+b") as file:
+                file.write(bytes(16))
+            Path(f"{mark}-writes").touch()
+            while not Path(f"{mark}-has-read").exists() and time.monotonic() < end:
+                time.sleep(0.01)
+        write(self, *arguments)
+
+    snapshots.Slot.write = hold  # type: ignore[method-assign,assignment]
 
 
 def random_kills(chance: random.Random, ranks: int) -> list[tuple[int, int, str, int]]:

@@ -106,8 +106,10 @@ def test_the_other_replica_may_be_lost_before_the_first_one_is_back(tokens: Path
 
 @pytest.mark.host_matrix
 def test_the_plan_is_made_anew_for_the_ranks_that_are_left(tokens: Path) -> None:
+    """They read each other's states; none writes a new one before the others have read the old ones."""
     run(tokens, "whole", [], ranks=3)
-    outcomes = run(tokens, "parts", [(0, 0, "step", 7)], ranks=3, recovery=Recovery(1, ("replan",)))
+    kills = [(0, 0, "step", 7), (1, 2, "reads late", 0), (1, 1, "writes early", 0)]
+    outcomes = run(tokens, "parts", kills, ranks=3, recovery=Recovery(1, ("replan",)))
     assert_same(tokens, "parts", outcomes)
     (row,) = recoveries(tokens, "parts")
     assert (row["action"], row["ranks"]) == ("replan", 2)

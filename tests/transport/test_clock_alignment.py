@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -61,15 +62,44 @@ class ShiftedTime:
 
     def __init__(self, real: Any) -> None:
         self._real, self._of = real, threading.local()
+        self.later = 0.0
+        """Seconds that have passed beside the real ones."""
 
-    def shift(self, seconds: float) -> None:
-        self._of.shift = seconds
+    def shift(self, seconds: float, rate: float = 1.0) -> None:
+        """Set the clock of this thread ahead, and how fast it counts the later seconds."""
+        self._of.shift, self._of.rate = seconds, rate
 
     def perf_counter(self) -> float:
-        return float(self._real.perf_counter()) + float(getattr(self._of, "shift", 0.0))
+        ahead, rate = getattr(self._of, "shift", 0.0), getattr(self._of, "rate", 1.0)
+        return float(self._real.perf_counter()) + float(ahead) + self.later * float(rate)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
+
+
+def align_all(clock: ShiftedTime, shifts: list[float], rates: list[float], later: Sequence[float]) -> Any:
+    """The alignments of all ranks, after so many seconds each; and what each clock shows at the end."""
+    ends, waiting = [Links(rank, len(shifts)) for rank in range(len(shifts))], threading.Barrier(len(shifts))
+
+    def call(rank: int) -> tuple[list[Alignment], float]:
+        clock.shift(shifts[rank], rates[rank])
+        row, alignments = Exchange(ends[rank], Outbox(), range(len(shifts))), []
+        for seconds in later:
+            waiting.wait(60)
+            clock.later = seconds
+            waiting.wait(60)
+            alignments.append(row.align(lambda: None))
+        waiting.wait(60)
+        return alignments, clock.perf_counter()
+
+    try:
+        for end in ends:
+            end.meet([peer.address for peer in ends], "0" * 32)
+        with ThreadPoolExecutor(len(shifts)) as pool:
+            return [result.result(100.0) for result in [pool.submit(call, rank) for rank in range(len(shifts))]]
+    finally:
+        for end in ends:
+            end.close()
 
 
 @pytest.mark.parametrize("fan", [1, 2, 16])
@@ -78,20 +108,7 @@ def test_every_rank_learns_how_far_all_clocks_are_apart(fan: int, monkeypatch: p
     clock = ShiftedTime(time)
     monkeypatch.setattr(exchange, "time", clock)
     monkeypatch.setattr(exchange, "FAN", fan)
-    ends = [Links(rank, len(shifts)) for rank in range(len(shifts))]
-
-    def call(rank: int) -> Alignment:
-        clock.shift(shifts[rank])
-        return Exchange(ends[rank], Outbox(), range(len(shifts))).align(lambda: None)
-
-    try:
-        for end in ends:
-            end.meet([peer.address for peer in ends], "0" * 32)
-        with ThreadPoolExecutor(len(shifts)) as pool:
-            results = [result.result(100.0) for result in [pool.submit(call, rank) for rank in range(len(shifts))]]
-    finally:
-        for end in ends:
-            end.close()
+    results = [alignments[0] for alignments, _ in align_all(clock, shifts, [1.0] * 5, [0.0])]
     for alignment in results:
         assert (alignment.offsets, alignment.uncertainties) == (results[0].offsets, results[0].uncertainties)
         assert not alignment.exact
@@ -99,6 +116,21 @@ def test_every_rank_learns_how_far_all_clocks_are_apart(fan: int, monkeypatch: p
             assert abs(offset - (shifts[0] - shift)) <= uncertainty + 1e-9
         # The same clock as the first rank's is known to be the same, and adds nothing.
         assert alignment.offsets[2] == alignment.uncertainties[2] == 0.0
+
+
+def test_the_uncertainty_covers_a_clock_that_drifts_until_it_is_aligned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that gains 40 µs a second: after 100 s it is 4 ms ahead of where it was."""
+    shifts, rates = [0.0, 1000.0], [1.0, 1.0 + 4e-5]
+    clock = ShiftedTime(time)
+    monkeypatch.setattr(exchange, "time", clock)
+    results = align_all(clock, shifts, rates, [0.0, 100.0])
+    apart = -1000.0 - 4e-3
+    for (first, second), now in results:
+        assert abs(first.offsets[1] - apart) > 3.9e-3 - first.uncertainties[1]
+        assert abs(first.offsets[1] - apart) <= first.uncertainty(now)
+        assert first.uncertainty(now) >= 0.01, "100 µs a second for two clocks"
+        assert abs(second.offsets[1] - apart) <= second.uncertainties[1] + 1e-9
+        assert second.uncertainty(now) < first.uncertainty(now)
 
 
 def test_a_rank_that_is_lost_meanwhile_ends_the_exchange() -> None:
