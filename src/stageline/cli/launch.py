@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from stageline.common.errors import StagelineError, nearest
+from stageline.common.interrupts import cleaned_up_by_sigterm
 
 TRAINING = ("stageline.cli.train", "stageline.train.trainer", "stageline.train.report")
 """What the ranks of `stageline launch -m stageline train` import."""
@@ -89,7 +90,8 @@ def command(
     recovery = Recovery(max_restarts, actions, spares)
     modules = TRAINING if module and script == "stageline" else ()
     job = Job(run_script, words, count, timeout=timeout, returns=False, recovery=recovery, modules=modules)
-    culprit = first_failure(chosen.run(job))
+    with cleaned_up_by_sigterm():
+        culprit = first_failure(chosen.run(job))
     if culprit is not None:
         log = None if logs is None else logs / f"rank-{culprit.rank}.log"
         where = f"; its output is in {log}" if log is not None and log.exists() else ""

@@ -96,6 +96,21 @@ def end(number: int = signal.SIGINT, frame: FrameType | None = None) -> None:
     os._exit(EXIT_CODE)
 
 
+@contextmanager
+def cleaned_up_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the process at once in this block, after what `at_end` registered."""
+
+    def clean_up(number: int, frame: FrameType | None) -> None:
+        _clean_up()
+        os._exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, clean_up)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _clean_up() -> None:
     for cleanup in list(_cleanups):
         with suppress(Exception):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -190,3 +193,77 @@ def test_a_copy_that_ends_halfway_does_not_count(fleet: Fleet) -> None:
         copies.close()
         assert list_states(("127.0.0.1", fleet.port), SECRET) == {0: [2]}
         assert copies.pending
+
+
+# ---- the command ----
+
+SCRIPT = """
+import os, sys, time
+import torch
+from torch import nn
+import stageline as sl
+
+torch.set_num_threads(1)
+print("runs", flush=True)
+if sys.argv[1] == "wait" or (sys.argv[1] == "lose" and os.environ["STAGELINE_ATTEMPT"] == "0" < os.environ["RANK"]):
+    time.sleep(600)
+stages = [nn.Linear(3, 3) for _ in range(2)]
+pipe = sl.Pipeline(stages, loss_fn=nn.functional.mse_loss, schedule="1f1b", microbatches=2, deadline=60)
+pipe.step(torch.ones(4, 3), torch.zeros(4, 3))
+if os.environ["RANK"] == "1" and sys.argv[1] == "fail":
+    raise KeyError("planted")
+"""
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Iterator[Callable[[str], list[subprocess.Popen[str]]]]:
+    """Start the launchers of two hosts, with a rank each and a spare on the first."""
+    started: list[subprocess.Popen[str]] = []
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = {**os.environ, "STAGELINE_SECRET": SECRET, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+    def start(word: str) -> list[subprocess.Popen[str]]:
+        words = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "-n", "1"]
+        for number in range(2):
+            own = ["--node-rank", str(number), "--spares", str(1 - number), "--max-restarts", "1", "--on-loss", "spare"]
+            launch = [sys.executable, "-m", "stageline", "launch", *words, *own, str(tmp_path / "script.py"), word]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            started.append(subprocess.Popen(launch, env=environment, text=True, start_new_session=True, **pipes))  # type: ignore[call-overload]
+        for launcher in started:
+            assert launcher.stdout is not None
+            assert launcher.stdout.readline() == "runs\n", launcher.communicate()[1]
+        return started
+
+    yield start
+    for launcher in started:
+        launcher.kill()
+        launcher.communicate()
+
+
+@pytest.mark.host_matrix
+@pytest.mark.timeout(200)
+def test_an_error_on_one_host_ends_the_job_on_all(command: Any) -> None:
+    launchers = command("fail")
+    for launcher in launchers:
+        assert "stageline launch: rank 1 of 2 failed: KeyError: 'planted'" in launcher.communicate(timeout=100)[1]
+    assert [launcher.returncode for launcher in launchers] == [1, 1]
+
+
+@pytest.mark.host_matrix
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("host", [0, 1])
+def test_ctrl_c_on_one_host_ends_the_job_on_all(command: Any, host: int) -> None:
+    launchers = command("wait")
+    os.killpg(launchers[host].pid, signal.SIGINT)
+    texts = [launcher.communicate(timeout=100)[1] for launcher in launchers]
+    assert launchers[host].returncode == 130
+    assert f"error: the job was interrupted on host {host}" in texts[1 - host]
+
+
+@pytest.mark.host_matrix
+@pytest.mark.timeout(200)
+def test_a_spare_takes_the_rank_of_a_launcher_that_is_killed(command: Any) -> None:
+    first, second = command("lose")
+    second.kill()
+    text = first.communicate(timeout=150)[1]
+    assert first.returncode == 0, text

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -237,3 +240,43 @@ def test_jobs_listen_on_the_ports_of_a_range() -> None:
     too_few = {"STAGELINE_PORTS": f"{first}-{first}"}
     with pytest.raises(sl.LaunchError, match=f"STAGELINE_PORTS={first}-{first} has 1 ports, and .* 2 ranks needs 3"):
         sl.launch(gradients_of_pipeline, processes=2, environment=too_few)
+
+
+def processes_of(session: int) -> dict[int, str]:
+    """The processes of a session that run, and their command lines."""
+    commands = {}
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if folder.name.isdecimal() and os.getsid(int(folder.name)) == session:
+                commands[int(folder.name)] = (folder / "cmdline").read_text()  # empty if it has ended
+    return {pid: command for pid, command in commands.items() if command}
+
+
+@pytest.mark.host_matrix
+@pytest.mark.parametrize(
+    ("target", "number", "code"), [("launcher", 2, 130), ("launcher", 15, 143), ("server", 9, 137)]
+)
+def test_nothing_is_left_of_a_job_that_a_signal_ends(target: str, number: int, code: int, tmp_path: Path) -> None:
+    """Ctrl-C, a request to end, and the loss of the process that started the ranks."""
+    script = tmp_path / "wait.py"
+    script.write_text("import time\nprint('runs', flush=True)\ntime.sleep(600)")
+    (tmp_path / "tmp").mkdir()
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    command = [sys.executable, "-m", "stageline", "launch", "-n", "2", str(script)]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True, start_new_session=True)
+    try:
+        assert launcher.stdout is not None
+        assert [launcher.stdout.readline() for _ in range(2)] == ["runs\n"] * 2
+        others = [pid for pid in processes_of(launcher.pid) if pid != launcher.pid]
+        assert len(others) == 3, "the server and two ranks"
+        os.kill(launcher.pid if target == "launcher" else min(others), number)
+        assert launcher.wait(60) == code
+        end = time.monotonic() + 30
+        while processes_of(launcher.pid):
+            assert time.monotonic() < end, processes_of(launcher.pid)
+            time.sleep(0.05)
+        assert not list((tmp_path / "tmp").glob("stageline-*"))
+    finally:
+        for pid in processes_of(launcher.pid):
+            os.kill(pid, signal.SIGKILL)
+        launcher.communicate()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import importlib
 import importlib.util
@@ -27,8 +28,11 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
+from stageline.common.errors import StagelineError
 from stageline.common.files import atomic_file
 
+PR_SET_PDEATHSIG = 1
+"""The operation of Linux' prctl that sets which signal a process gets when its parent ends."""
 PRELOADED = ("stageline.runtime.pipeline", "torch._dynamo")
 """What every rank will need, the latter when an optimizer first steps; importing it takes seconds."""
 
@@ -82,6 +86,8 @@ class ForkServer:
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
             )
+        self.ended = ""
+        """How the server ended, if it was killed."""
         self._children: dict[int, Child] = {}
         self._started: list[Child] = []
         self._buffer = b""
@@ -138,10 +144,13 @@ class ForkServer:
         sys.stdout.flush()
         sys.stderr.flush()
         line = json.dumps(order).encode() + b"\n"
-        sent = socket.send_fds(self._socket, [line], [1, 2])
-        self._socket.sendall(line[sent:])
+        with suppress(BrokenPipeError):
+            sent = socket.send_fds(self._socket, [line], [1, 2])
+            self._socket.sendall(line[sent:])
         end = time.monotonic() + 60
         while not self._started:
+            if self.ended:
+                raise StagelineError(f"{self.ended}: start the job again")
             if time.monotonic() > end:
                 raise TimeoutError("the fork server did not start a process within 60 s")
             self.read_events(0.1)
@@ -160,10 +169,13 @@ class ForkServer:
 
     def read_events(self, timeout: float) -> None:
         """Handle what the server reports within this many seconds."""
-        while select.select([self._socket], [], [], timeout)[0]:
-            data = self._socket.recv(1 << 16)
+        while not self.ended and select.select([self._socket], [], [], timeout)[0]:
+            data = b""
+            with suppress(ConnectionError):
+                data = self._socket.recv(1 << 16)
             if not data:
-                raise RuntimeError(f"the fork server ended by itself, with code {self._process.wait()}")
+                self._end_with_server()
+                return
             *lines, self._buffer = (self._buffer + data).split(b"\n")
             for line in lines:
                 pid, code = json.loads(line)
@@ -174,15 +186,33 @@ class ForkServer:
                     self._children.pop(pid).code = code
             timeout = 0.0
 
+    def _end_with_server(self) -> None:
+        """Note that the server was killed, perhaps for lack of memory, and its processes with it."""
+        self.ended = f"the process that starts the ranks ended by itself, with code {self._process.wait()}"
+        for child in self._children.values():
+            with suppress(ProcessLookupError):
+                os.kill(child.pid, signal.SIGKILL)
+            child.code = -signal.SIGKILL
+        self._children.clear()
+
 
 def _in_main(function: Callable[..., Any], arguments: Sequence[Any]) -> bool:
     """Whether the main module has to be imported to read the call."""
     return b"__main__" in pickle.dumps((function, tuple(arguments)))
 
 
-@cache
 def shared_server() -> ForkServer:
     """The fork server of this process: started when it is first needed, closed at exit."""
+    server = _shared_server()
+    server.read_events(0.0)
+    if server.ended:
+        _shared_server.cache_clear()
+        server = _shared_server()
+    return server
+
+
+@cache
+def _shared_server() -> ForkServer:
     server, owner = ForkServer(), os.getpid()
 
     def close() -> None:
@@ -240,7 +270,10 @@ def main(descriptor: int) -> None:
                 _reap(running, orders)
             if descriptor not in ready:
                 continue
-            data, descriptors, _, _ = socket.recv_fds(orders, 1 << 16, 2)
+            try:
+                data, descriptors, _, _ = socket.recv_fds(orders, 1 << 16, 2)
+            except ConnectionError:
+                break
             outputs = descriptors or outputs
             if not data:
                 break
@@ -259,8 +292,9 @@ def main(descriptor: int) -> None:
                     os.close(output)
     for pid in running:
         os.kill(pid, signal.SIGKILL)
+    for pid in running:
         os.waitpid(pid, 0)
-    return None
+    os._exit(0)  # without tearing the interpreter down, which takes long with torch
 
 
 def _preload(modules: Sequence[str]) -> None:
@@ -278,7 +312,8 @@ def _reap(running: set[int], orders: socket.socket) -> None:
 
 
 def _report(orders: socket.socket, pid: int, code: int | None) -> None:
-    orders.sendall(json.dumps([pid, code]).encode() + b"\n")
+    with suppress(ConnectionError):  # the launcher was killed: there is no next order either
+        orders.sendall(json.dumps([pid, code]).encode() + b"\n")
 
 
 def _fork(
@@ -297,6 +332,7 @@ def _fork(
         running.add(pid)
         _report(orders, pid, None)
         return None
+    _die_with_parent()
     gc.freeze()  # what the server imported stays: to collect it at the end would take each process a second
     orders.close()
     signal.set_wakeup_fd(-1)
@@ -316,6 +352,12 @@ def _fork(
     if script is not None:
         return lambda: getattr(modules[script], order["function"])(*order["arguments"])
     return lambda: _called(Path(order["call"]), answers=order["answers"])
+
+
+def _die_with_parent() -> None:
+    """Let the kernel kill this process when the server is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _threads_of(environment: Mapping[str, str]) -> int:

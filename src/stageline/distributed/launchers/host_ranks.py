@@ -5,16 +5,15 @@ from __future__ import annotations
 import datetime
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from stageline.common import interrupts
 from stageline.common.addresses import is_loopback
 from stageline.common.errors import PipelineError, StagelineError
 from stageline.common.machine import cores
@@ -25,7 +24,7 @@ from stageline.distributed.attempts import LAUNCHER, MEMORY, NUMBER, SEAT, Annou
 from stageline.distributed.launchers.fork_server import ForkServer, shared_server
 from stageline.distributed.launchers.hosts import HostEntry, HostNetwork, HostPlace, listen_anywhere
 from stageline.distributed.launchers.launcher import Job, Outcome, first_failure
-from stageline.distributed.launchers.processes import PATIENCE, Ranks
+from stageline.distributed.launchers.processes import PATIENCE, Ranks, job_folder
 from stageline.distributed.launchers.replacements import Replacements, follows, is_loss
 from stageline.distributed.state_memory import StateMemory, host_memory
 
@@ -65,7 +64,7 @@ class HostLauncher:
         )
         facts = {"ranks": job.processes, "spares": job.recovery.spares, "store": port}
         with (
-            tempfile.TemporaryDirectory(prefix="stageline-") as folder,
+            job_folder() as folder,
             HostNetwork(self._place, secret, facts) as network,
         ):
             network.meet()
@@ -74,13 +73,15 @@ class HostLauncher:
                 raise StagelineError("no host of this job has ranks: all were started with -n 0")
             with host_memory(seats if job.recovery.enabled else 0) as paths:
                 network.memory = StateMemory(paths)
-                ranks = HostRanks(job, Path(folder), server, self._logs, self._patience, network, store, paths)
+                ranks = HostRanks(job, folder, server, self._logs, self._patience, network, store, paths)
+                forget = interrupts.at_end(ranks.part)  # before Ctrl-C ends the command
                 try:
                     return ranks.run()
                 except KeyboardInterrupt:
-                    ranks.leave(f"the job was interrupted on host {network.number}")
+                    ranks.part()
                     raise
                 finally:
+                    forget()
                     ranks.kill()
                     del store
 
@@ -168,21 +169,23 @@ class HostRanks(Ranks):
         self._network.drain(FAREWELL)
         return self._results()
 
-    def leave(self, why: str) -> None:
-        """Tell the other hosts that the job was ended on this one."""
-        self._parting = self._parting or why
-        with suppress(Exception):
-            self._tell()
+    def part(self) -> None:
+        """Tell the other hosts that the job was interrupted on this one."""
+        network = self._network
+        self._parting = self._parting or f"the job was interrupted on host {network.number}"
+        network.tell({**network.status, "parting": self._parting})
+        network.close()
 
     def _check_hosts(self) -> None:
         """Stop if this host is cut off from the others, or if somebody ended the job on another one."""
         network = self._network
-        if why := network.cut_off:
-            raise StagelineError(why)
         for status in network.statuses.values():
             if status.get("parting"):
                 self._parting = str(status["parting"])
+                self.part()
                 raise StagelineError(self._parting)
+        if why := network.cut_off:
+            raise StagelineError(why)
         leaders = {int(status["leader"]) for status in self._statuses().values() if "leader" in status}
         if not leaders & network.lost.keys():
             self._disagree_since = None
@@ -379,7 +382,9 @@ class HostRanks(Ranks):
                 if seat in self._attempt.ranks:
                     address, how = self._network.table[host].address, self._network.lost[host]
                     failure = f"was on host {host} ({address}), which is lost: {how}"
-                    outcomes.append(Outcome(seat, failure=failure, code=-signal.SIGKILL, moment=time.time()))
+                    outcomes.append(
+                        Outcome(seat, failure=failure, code=-signal.SIGKILL, moment=self._network.lost_at[host])
+                    )
             elif status is None or _count(status["starts"], seat) < count or seat in status["running"]:
                 running.add(seat)
             else:

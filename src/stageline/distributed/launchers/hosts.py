@@ -127,6 +127,8 @@ class HostNetwork:
         """The hosts that the job had when it last continued."""
         self.lost: dict[int, str] = {}
         """The hosts that were lost, and how."""
+        self.lost_at: dict[int, float] = {}
+        """When, in seconds since the epoch."""
         self.refused = ""
         """Why other hosts do not talk to this one."""
         self.memory: StateMemory | None = None
@@ -226,6 +228,7 @@ class HostNetwork:
         """Give a host up, for good."""
         with self._lock:
             if number not in self.lost and not self._closed:
+                self.lost_at[number] = time.time()
                 self.lost[number] = how
         self._changed.set()
 

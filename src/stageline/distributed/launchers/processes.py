@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+from stageline.common import interrupts
 from stageline.common.errors import StagelineError
 from stageline.common.machine import cores
 from stageline.common.trust import secret_variables
@@ -72,11 +74,11 @@ class ProcessLauncher:
         store = TCPStore("127.0.0.1", 0, None, True, datetime.timedelta(seconds=300), wait_for_workers=False)
         recovers = job.recovery.enabled
         with (
-            tempfile.TemporaryDirectory(prefix="stageline-") as folder,
+            job_folder() as folder,
             host_memory(job.processes if recovers else 0) as memory,
         ):
             replacements = Replacements(job.recovery, job.processes, Announcements(store)) if recovers else None
-            ranks = Ranks(job, Path(folder), server, self._logs, self._patience, replacements)
+            ranks = Ranks(job, folder, server, self._logs, self._patience, replacements)
             variables = {NUMBER: "0", MEMORY: os.pathsep.join(memory)} if recovers else {}
             try:
                 with self._forward(ranks):
@@ -99,6 +101,17 @@ class ProcessLauncher:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+@contextmanager
+def job_folder() -> Iterator[Path]:
+    """A folder for the calls and answers of ranks; it is also removed when a signal ends the command."""
+    with tempfile.TemporaryDirectory(prefix="stageline-", ignore_cleanup_errors=True) as folder:
+        forget = interrupts.at_end(lambda: shutil.rmtree(folder, ignore_errors=True))
+        try:
+            yield Path(folder)
+        finally:
+            forget()
 
 
 def place_variables(job: Job, port: int) -> list[dict[str, str]]:
