@@ -160,6 +160,7 @@ class Meeting:
                     missing.discard(rank)
             if not missing:
                 return LOOPBACK
+            attempts.refuse_superseded()
             if time.monotonic() > end:
                 raise PipelineError(
                     f"rank {min(missing)} never started: it did not reach MASTER_ADDR={os.environ.get('MASTER_ADDR')} "
