@@ -70,6 +70,11 @@ def test_a_model_on_one_gpu_is_recognized(places: list[str], expected: bool) -> 
 
 @pytest.mark.parametrize(("name", "ranks"), [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("dualpipe", 4)])
 def test_one_gpu_has_one_rank_where_the_family_allows_it(name: str, ranks: int) -> None:
-    assert find_schedule(name, 4, None, 8, one_rank=lambda: True).ranks == ranks
-    assert find_schedule(name, 4, 4, 8, one_rank=lambda: True).ranks == 4
+    assert find_schedule(name, 4, None, 8, default=lambda: 1).ranks == ranks
+    assert find_schedule(name, 4, 4, 8, default=lambda: 1).ranks == 4
     assert find_schedule(name, 4, None, 8).ranks == 4
+
+
+@pytest.mark.parametrize(("processes", "ranks"), [(2, 2), (4, 4), (8, 2)])
+def test_ranks_are_those_of_the_job_if_the_model_has_enough_layers(processes: int, ranks: int) -> None:
+    assert find_schedule("zb-v", 4 if processes == 8 else 8, None, 8, default=lambda: processes).ranks == ranks

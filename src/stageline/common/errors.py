@@ -177,13 +177,13 @@ def place_of(error: BaseException) -> str:
     >>> place_of(ValueError("never raised"))
     ''
     """
-    import sysconfig
     import traceback
+
+    from stageline.common.imports import library_folders
 
     if isinstance(error, SyntaxError) and error.filename:
         return f", at {_short(error.filename)}:{error.lineno}"
-    libraries = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    others = (str(Path(__file__).resolve().parent) + os.sep, "<", *libraries)
+    others = (str(Path(__file__).resolve().parents[1]) + os.sep, "<", *library_folders())
     inner = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(others)]
     return f", at {_short(inner[-1].filename)}:{inner[-1].lineno} in {inner[-1].name}" if inner else ""
 

@@ -1,14 +1,26 @@
-"""Import functions that are named as package.module:function, and optional libraries."""
+"""Import functions that are named as package.module:function, and optional libraries; the folders of libraries."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import sys
+import sysconfig
 from collections.abc import Callable
 from typing import Any
 
 from stageline.common.errors import StagelineError, nearest
+
+
+def library_folders() -> tuple[str, ...]:
+    """Return the folders of the standard library and of installed packages, in a virtual environment and outside of it.
+
+    >>> os.__file__.startswith(library_folders())
+    True
+    """
+    own = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    others = {path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")}
+    return tuple(sorted(path for path in own | others if path))
 
 
 def find_function(name: str) -> Callable[..., Any]:

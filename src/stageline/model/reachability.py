@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import dis
 import sys
-import sysconfig
 import types
 import weakref
 from collections import deque
@@ -17,14 +16,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from stageline.common.imports import library_folders
 from stageline.model._torch_private import MODULE_ATTRIBUTES, buffers_of, children_of, parameters_of
 
 _INTERNAL = MODULE_ATTRIBUTES | {"_compiled_call_impl", "inplace"}
 """Attributes that are not followed. Hooks are among them: they are the user's own observers."""
 
-_LIBRARIES = tuple(
-    path for name in ("stdlib", "platstdlib", "purelib", "platlib") if (path := sysconfig.get_path(name))
-)
+_LIBRARIES = library_folders()
 _OURS = str(Path(__file__).resolve().parents[1])
 _CONTAINER_PACKAGES = frozenset({"argparse", "collections", "queue", "types"})
 """Modules of the standard library whose objects are containers."""
@@ -235,12 +233,20 @@ class _Walk:
             value = function.__globals__.get(names[0])
             modules = [value]
             for name in names[1:]:
-                value = getattr(value, name, None) if isinstance(value, types.ModuleType) else None
+                value = _attribute(value, name) if isinstance(value, types.ModuleType) else None
                 modules.append(value)
             for index, module in enumerate(modules):
                 if isinstance(module, types.ModuleType) and not is_user_module(module.__name__):
                     holder = self.seen.setdefault(id(module), Holder(module, module.__name__))
                     holder.is_set = holder.is_set or (is_set and index == len(modules) - 1)
+
+
+def _attribute(module: types.ModuleType, name: str) -> Any:
+    """An attribute of a module; None if there is none. A lazy module, such as torch.classes, may raise any error."""
+    try:
+        return getattr(module, name, None)
+    except Exception:
+        return None
 
 
 def slot_path(path: str, value: Any, key: Any) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from stageline.autograd.graphs.options import Compile
 from stageline.autograd.recompute import Choice, Policy, mark, parse_recompute
 from stageline.common.errors import PipelineError, StagelineError, shorten
-from stageline.distributed.bootstrap import find_host, several_processes
+from stageline.distributed.bootstrap import find_host
 from stageline.distributed.collectives import ProcessCollectives
 from stageline.distributed.launchers.threads import launched_ranks
 from stageline.distributed.layout import inner_mesh, mesh_of, ranks_of
@@ -42,6 +42,7 @@ from stageline.runtime.setup.parallelize import find_parallelize, groups_of
 from stageline.runtime.setup.stages import (
     check_options,
     count_layers,
+    default_ranks,
     described,
     find_schedule,
     on_one_gpu,
@@ -208,9 +209,12 @@ class Pipeline:
         self.model = whole_model(source)
         refuse_odd_tensors(self.model)
         built, seconds = recipe is not None, self.options.seconds
-        # Threads on one GPU would only take turns.
-        one_rank = lambda: on_one_gpu(source, built, device) and not several_processes(seconds)  # noqa: E731
-        order = find_schedule(schedule, count_layers(source), ranks, microbatches, one_rank=one_rank, **options)
+
+        def default() -> int | None:
+            is_cut = isinstance(source, nn.Module)  # and not stages that the user made
+            return default_ranks(replicas, seconds, on_one_gpu(source, built, device)) if is_cut else None
+
+        order = find_schedule(schedule, count_layers(source), ranks, microbatches, default=default, **options)
         self._recompute = parse_recompute(self.options.recompute, self.options.recompute_policy)
         self.recomputed = mark(self.model, self._recompute, self.options.recompute)
         model_stages = ModelStages(source, self.model, order.stages, example)

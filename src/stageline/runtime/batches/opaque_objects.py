@@ -7,7 +7,6 @@ import functools
 import gc
 import logging
 import sys
-import sysconfig
 import types
 import weakref
 from collections import deque
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from stageline.common.errors import StagelineError, shorten
+from stageline.common.imports import library_folders
 from stageline.tensors.pytree import why_not
 
 _PLAIN = (
@@ -134,7 +134,7 @@ def _read_by(code: types.CodeType, namespace: Mapping[str, Any]) -> Iterator[tup
 
 
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "stageline"})
-_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_INSTALLED = library_folders()
 
 
 def _namespace_of(value: type | types.ModuleType) -> Mapping[str, Any]:

@@ -8,19 +8,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from stageline.autograd.recompute import Choice, parse_recompute
 from stageline.common.errors import StagelineError, shorten
 from stageline.common.machine import cores
-from stageline.distributed.bootstrap import find_host, several_processes
+from stageline.distributed.bootstrap import find_host
 from stageline.distributed.rank_host import RankHost, decide_together
 from stageline.model.build.build import Description, build
 from stageline.model.split import Staged, split
 from stageline.model.units import NoStack, find_units
 from stageline.runtime.setup.options import PipelineOptions
-from stageline.runtime.setup.stages import beside, on_one_gpu
+from stageline.runtime.setup.stages import beside, default_ranks, on_one_gpu
 from stageline.tensors.pytree import batch_size, first_samples
 
 if TYPE_CHECKING:
@@ -52,7 +51,10 @@ def automatic(
             "schedule='auto' measures microbatches that are cut along the first dimension, and chunk specs were "
             "passed; name a schedule, or plan with sl.plan and pass its schedule"
         )
-    ranks = _ranks_for(ranks, replicas, options.seconds, on_one_gpu(source, recipe is not None, options.device))
+    if ranks is None:
+        ranks = default_ranks(replicas, options.seconds, on_one_gpu(source, recipe is not None, options.device))
+    if ranks is None:
+        raise StagelineError("schedule='auto' needs ranks=, how many ranks the pipeline has")
     host = find_host(ranks, options.seconds, replicas, mesh)
     if not isinstance(source, nn.Module):
         raise StagelineError(
@@ -81,21 +83,6 @@ def automatic(
             raise
         staged = plan.split(source, None)  # a model without memory cannot always run on the example
     return host, plan, replace(staged, recipe=recipe)
-
-
-def _ranks_for(ranks: int | None, replicas: int | None, deadline: float, one_gpu: bool) -> int:
-    """The number of ranks: the option, or as many as there are processes; one for a model on one GPU.
-
-    >>> _ranks_for(None, None, 1.0, one_gpu=True)
-    1
-    """
-    if ranks is not None:
-        return ranks
-    if several_processes(deadline):
-        return max(1, dist.get_world_size() // (replicas or 1))
-    if one_gpu:
-        return 1
-    raise StagelineError("schedule='auto' needs ranks=, how many ranks the pipeline has")
 
 
 def _factory_of(stages: Any) -> Callable[[], nn.Module] | None:

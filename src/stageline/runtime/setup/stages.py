@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from stageline.common.errors import ScheduleError, StagelineError, UnknownOption, nearest, shorten
+from stageline.distributed.bootstrap import several_processes
 from stageline.model.build.build import Description, describe
 from stageline.model.compiled_models import unwrapped
 from stageline.model.partition.partition import even_sizes
@@ -129,24 +131,35 @@ def on_one_gpu(model: Any, built: bool, device: torch.device | str) -> bool:
     return len(devices) == 1 and all(place.type == "cuda" for place in devices)
 
 
+def default_ranks(replicas: int | None, deadline: float, one_gpu: bool) -> int | None:
+    """The number of ranks if the user names none: one per process of a job, or one for a model on one GPU.
+
+    >>> default_ranks(None, 1.0, one_gpu=True)
+    1
+    """
+    if several_processes(deadline):
+        return dist.get_world_size() // (replicas if isinstance(replicas, int) and replicas > 0 else 1) or 1
+    return 1 if one_gpu else None  # threads on one GPU would only take turns
+
+
 def find_schedule(
     source: str | Path | Schedule,
     layers: int,
     ranks: int | None,
     microbatches: int | None,
     *,
-    one_rank: Callable[[], bool] = lambda: False,
+    default: Callable[[], int | None] = lambda: None,
     **options: Any,
 ) -> Schedule:
     """The schedule that a family's name, a file or a schedule stands for.
 
-    Without `ranks`, one rank runs the whole model if `one_rank` says so and the family has such a schedule. Otherwise
-    every layer is a stage, and the family determines how many of them a rank holds.
+    Without `ranks`, there are as many as `default` says, if the family has such a schedule and the model enough layers.
+    Otherwise every layer is a stage, and the family determines how many of them a rank holds.
 
     >>> find_schedule("1f1b", layers=4, ranks=None, microbatches=8).ranks
     4
-    >>> find_schedule("1f1b", layers=4, ranks=None, microbatches=8, one_rank=lambda: True).ranks
-    1
+    >>> find_schedule("1f1b", layers=4, ranks=None, microbatches=8, default=lambda: 2).ranks
+    2
     """
     if not isinstance(source, str | Path | Schedule):
         raise StagelineError(
@@ -164,9 +177,12 @@ def find_schedule(
         raise ScheduleError(f"{family.name} needs microbatches=, the number of parts that a batch is split into")
     if ranks is not None:
         return schedule(str(source), ranks, microbatches, **options)
-    if one_rank():
+    count = default()
+    if count is not None:
         with suppress(ScheduleError):
-            return schedule(str(source), 1, microbatches, **options)
+            candidate = schedule(str(source), count, microbatches, **options)
+            if count == 1 or layers == 1 or candidate.stages <= layers:
+                return candidate
     refused: list[ScheduleError] = []
     divisors = [count for count in range(layers, 0, -1) if layers % count == 0]
     for count in divisors:
