@@ -13,6 +13,7 @@ to a unit.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -346,10 +347,10 @@ def search(
     `starts` holds the start of every action of a known plan. `seconds` and `effort` limit the search by the clock and
     by the solver's deterministic time. `on_bound` is called with the current bound at every solution.
     """
-    cp_model = solver()
+    cp_model, begun = solver(), time.monotonic()
     model = Model(board.problem, lower_bound, upper_bound)
     model.hint(starts)
-    engine = engine_of(seconds, effort, seed)
+    engine = engine_of(seconds - (time.monotonic() - begun), effort, seed)
 
     class BoundReporter(cp_model.CpSolverSolutionCallback):  # type: ignore[misc, name-defined]
         def on_solution_callback(self) -> None:
@@ -370,10 +371,10 @@ def decide(board: Board, lower_bound: float, target: float, *, seconds: float, e
 
     This proves more than a search for the shortest plan does, because a target limits the start of every action.
     """
-    cp_model = solver()
+    cp_model, begun = solver(), time.monotonic()
     model = Model(board.problem, lower_bound, target)
     model.model.clear_objective()  # type: ignore[no-untyped-call]
-    engine = engine_of(seconds, effort, seed)
+    engine = engine_of(seconds - (time.monotonic() - begun), effort, seed)
     parameters = engine.parameters
     parameters.use_strong_propagation_in_disjunctive = True
     parameters.use_dynamic_precedence_in_disjunctive = True

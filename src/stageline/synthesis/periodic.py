@@ -88,10 +88,14 @@ def best_turns_plan(
     delays: list[Delay] = []
     forms = _forms(problem, builder.lead, whole)
     for form in forms[:tries]:
-        if is_over():
-            return best
-        fitted = [builder.fit(rank, delay) for rank, delay in enumerate(form)]
-        feasible = [delay for delay in fitted if delay is not None]
+        feasible: list[Delay] = []
+        for rank, delay in enumerate(form):
+            if is_over():
+                return best
+            fitted = builder.fit(rank, delay)
+            if fitted is None:
+                break
+            feasible.append(fitted)
         plan = builder.plan(feasible) if len(feasible) == problem.ranks else None
         if plan is not None and (best is None or plan.value < best.value):
             best, delays = plan, feasible

@@ -20,19 +20,20 @@ from stageline.synthesis import cp_sat
 from stageline.synthesis.baselines import baselines, sequential_plan
 from stageline.synthesis.bounds import lower_bound
 from stageline.synthesis.fast_simulate import end_times, evaluate
-from stageline.synthesis.list_scheduling import Board, PriorityRule, ProgramPlan, list_schedule
+from stageline.synthesis.list_scheduling import Board, PriorityRule, ProgramPlan, list_schedule, schedule_of
 from stageline.synthesis.local_search import improve, mixed_plans
 from stageline.synthesis.periodic import best_turns_plan, periodic_plans
 from stageline.synthesis.problem import SLACK, Problem, with_microbatches
 from stageline.synthesis.windows import improve_in_windows
 from stageline.synthesis.zero_bubble import zero_bubble_plans
+from stageline.timeline.simulate import simulate
 
 ACTIONS_PER_SECOND = 300_000
 """Work per second of the time limit; most machines are faster."""
 CAREFUL_ACTIONS_PER_SECOND = 10_000
 """The careful lower bound is computed for at most this many actions per second of the time limit."""
-RESULT_COST = 5.0
-"""Time to verify and simulate the result, over the time to build and check a named family."""
+RESULT_COST = 8.0
+"""Time to build, verify and simulate the result, over the time to simulate it."""
 MAX_EXACT_ACTIONS = 500
 """Largest number of actions for the exact search."""
 MAX_WINDOW_ACTIONS = 15_000
@@ -147,8 +148,6 @@ class Search:
         """Collect the baselines and compute the lower bound."""
         self.offer(self.start)
         for plan in baselines(self.problem):
-            if not self.reserve and not self.is_nested:
-                self.reserve = min(RESULT_COST * self.elapsed, 0.5 * self.seconds)
             self.baselines[plan.how] = min(plan.value, self.baselines.get(plan.how, plan.value))
             if self.best is None or plan.value < self.best.value:
                 self.offer(plan)
@@ -158,6 +157,10 @@ class Search:
                 break
         else:
             self.offer(sequential_plan(self.problem))
+        if self.best is not None and not self.is_nested:
+            begun = self.elapsed
+            simulate(schedule_of(self.problem, self.best.programs), self.problem.costs)
+            self.reserve = min(RESULT_COST * (self.elapsed - begun), 0.5 * self.seconds)
         is_large = self.problem.num_actions > CAREFUL_ACTIONS_PER_SECOND * self.seconds
         self.lower_bound = lower_bound(self.problem, quick=is_large)
         self.report("lower bound")
@@ -177,7 +180,7 @@ class Search:
         """Run the variants of the zero-bubble heuristic."""
         if self.problem.chunks > 1 or self.problem.split is False:
             return
-        for plan in islice(zero_bubble_plans(self.board, self.lower_bound), self._tries(0.1)):
+        for plan in islice(zero_bubble_plans(self.board, self.lower_bound, self.is_over), self._tries(0.1)):
             self.offer(plan)
             if self.is_proven or self.is_over():
                 return

@@ -8,14 +8,14 @@ short. Rank r is always at least one F ahead of rank r+1. Where the description 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 from itertools import product
 from typing import NamedTuple
 
 from stageline.schedules import action as kinds
 from stageline.synthesis.fast_simulate import evaluate
-from stageline.synthesis.list_scheduling import Board, Code, ProgramPlan, Programs
+from stageline.synthesis.list_scheduling import EVENTS_PER_CHECK, Board, Code, ProgramPlan, Programs
 
 TARGETS = (1.0, 1.005, 1.02, 1.05)
 """Objective values to aim at, over the lower bound."""
@@ -165,7 +165,9 @@ def _longest_wait(board: Board, warm_up: list[int]) -> float:
     return longest
 
 
-def zero_bubble_plans(board: Board, lower_bound: float) -> Iterator[ProgramPlan | None]:
+def zero_bubble_plans(
+    board: Board, lower_bound: float, is_over: Callable[[], bool] = lambda: False
+) -> Iterator[ProgramPlan | None]:
     """Yield the plans of all variants, None for those that deadlock; for one stage per rank and split backwards."""
     ranks = range(board.problem.ranks)
     work = [board.work(rank, whole=False) for rank in ranks]
@@ -174,16 +176,20 @@ def zero_bubble_plans(board: Board, lower_bound: float) -> Iterator[ProgramPlan 
         variant = Variant([0.0] * len(ranks) if number < 2 else aims[number - 2], *switches)
         if number == 1:
             variant = variant._replace(allowance=[_longest_wait(board, _warm_up(board, variant))] * len(ranks))
-        yield evaluate(board, _programs(board, variant), "the zero-bubble heuristic")
+        yield evaluate(board, _programs(board, variant, is_over), "the zero-bubble heuristic")
 
 
-def _programs(board: Board, variant: Variant) -> Programs | None:
-    """Run the ranks in the order in which they become free; None if all are blocked before the end."""
+def _programs(board: Board, variant: Variant, is_over: Callable[[], bool]) -> Programs | None:
+    """Run the ranks in the order in which they become free; None if all are blocked before the end, or time is up."""
     progress = _Progress(board, variant)
     ready = [(0.0, -rank) for rank in range(board.problem.ranks)]
     ready.sort()
     blocked: set[int] = set()
+    num_steps = 0
     while ready:
+        num_steps += 1
+        if num_steps % EVENTS_PER_CHECK == 0 and is_over():
+            return None
         rank = -heappop(ready)[1]
         if not progress.step(rank):
             blocked.add(rank)
