@@ -40,8 +40,8 @@ MAX_WINDOW_ACTIONS = 15_000
 """Largest number of actions for the search in windows."""
 MAX_IDLE_WINDOWS, WINDOWS_PER_SECOND = 6, 5
 """Other steps follow after so many windows without a gain, or so many per second of the time limit."""
-MAX_DECIDED_ACTIONS = 3000
-"""Largest number of actions for which constraint programming raises the lower bound."""
+DECIDED_ACTIONS_PER_SECOND = 800
+"""Constraint programming raises the lower bound for at most this many actions per second of the time limit."""
 SMALLEST_SHARE, SMALL_GAP = 0.05, 0.01
 """Of the gap, the smallest share by which it tries to; below the small gap, it tries to close it first."""
 ORDERS = ((3, 2, 1, 0), (1, 3, 2, 0), (2, 3, 1, 0), (2, 1, 3, 0), (1, 2, 3, 0), (3, 2, 0, 1))
@@ -308,7 +308,8 @@ class Search:
 
     def _decide(self, effort: float) -> None:
         """Move the lower bound up, or the best plan down, by shares of the gap, as long as each takes little effort."""
-        if not self._is_solvable or self.is_nested or self.problem.num_actions > MAX_DECIDED_ACTIONS:
+        is_large = self.problem.num_actions > DECIDED_ACTIONS_PER_SECOND * self.seconds
+        if not self._is_solvable or self.is_nested or is_large:
             return
         share = 0.5
         while share > SMALLEST_SHARE and not self.is_proven and not self.is_over():
