@@ -54,6 +54,9 @@ def test_a_job_that_loses_ranks_ends_with_the_same_bits(tokens: Path) -> None:
     lines = (tokens.parent / "parts" / "metrics.jsonl").read_text().splitlines()
     marked = [row["step"] for row in map(json.loads, lines) if row["event"] == "step" and "recovery" in row]
     assert marked
+    memory = [row["memory_by_process"] for row in map(json.loads, lines) if "memory_by_process" in row]
+    assert memory
+    assert all(len(sizes) == 2 and min(sizes) > 0 for sizes in memory)
     assert len(losses(tokens, "parts")) == 16
 
 

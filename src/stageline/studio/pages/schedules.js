@@ -57,7 +57,7 @@ export async function show(page) {
   }
   function switches() {
     const toggle = (key, text) => element("label", {}, element("input", { type: "checkbox", checked: state[key] === "yes", onchange: event => change(key, event.target.checked ? "yes" : key === "memoryCurves" ? "no" : "") }), text);
-    return element("div", { class: "legend" }, toggle("memoryCurves", "memory"), toggle("critical", "critical path"), toggle("beside", "side by side"),
+    return element("div", { class: "legend" }, toggle("memoryCurves", "memory"), toggle("critical", "critical path"), element("span", { class: "wide-only" }, toggle("beside", "side by side")),
       element("button", { type: "button", "aria-label": "Zoom in", onclick: () => view.zoom(.7) }, "+"), element("button", { type: "button", "aria-label": "Zoom out", onclick: () => view.zoom(1.4) }, "−"), element("button", { type: "button", onclick: () => view.whole() }, "whole step"));
   }
 
@@ -203,10 +203,12 @@ function searchBox(state, change, request, panels, update) {
     canvas.hidden = !rows.length;
     if (!rows.length) return;
     const height = 70, [c, width] = prepare(canvas, height), last = rows.at(-1), end = Math.max(last[0], .01);
-    const high = Math.max(...rows.map(row => row[1])), low = Math.min(...rows.map(row => row[2])), y = value => 5 + (high - value) / (high - low || 1) * (height - 10), x = time => time / end * (width - 4);
+    const high = Math.max(...rows.map(row => row[1])), low = Math.min(...rows.flatMap(row => row[2] > 0 ? [row[1], row[2]] : [row[1]])), y = value => 5 + (high - value) / (high - low || 1) * (height - 10), x = time => time / end * (width - 4);
     for (const [at, name] of [[1, "--accent"], [2, "--good"]]) {
-      c.strokeStyle = colour(name); c.lineWidth = 2; c.beginPath(); c.moveTo(0, y(rows[0][at]));
-      rows.forEach((row, i) => { c.lineTo(x(row[0]), y(rows[Math.max(0, i - 1)][at])); c.lineTo(x(row[0]), y(row[at])); });
+      const known = rows.filter(row => row[at] > 0);
+      if (!known.length) continue;
+      c.strokeStyle = colour(name); c.lineWidth = 2; c.beginPath(); c.moveTo(x(known[0][0]), y(known[0][at]));
+      known.forEach((row, i) => { c.lineTo(x(row[0]), y(known[Math.max(0, i - 1)][at])); c.lineTo(x(row[0]), y(row[at])); });
       c.lineTo(width, y(last[at])); c.stroke();
     }
   }
