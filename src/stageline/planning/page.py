@@ -129,11 +129,15 @@ def _balance(plan: Plan) -> str:
     busy = plan.timeline.busy
     most, least = int(np.argmax(busy)), int(np.argmin(busy))
     if busy[most] <= busy[least] * 1.0005:
-        return f"<p>Every rank computes {format_seconds(busy[most])} a step.</p>"
-    return (
-        f"<p>Rank {most} computes {format_seconds(busy[most])} a step, rank {least} {format_seconds(busy[least])}, "
-        f"{1 - busy[least] / busy[most]:.1%} less.</p>"
-    )
+        text = f"Every rank is busy for {format_seconds(busy[most])} of the step."
+    else:
+        text = (
+            f"Rank {most} is busy for {format_seconds(busy[most])} of the step, rank {least} for "
+            f"{format_seconds(busy[least])}, {1 - busy[least] / busy[most]:.1%} less."
+        )
+    if any(len(share.ranks) > share.capacity for share in plan.costs.shares):
+        text += " Ranks that share cores slow each other down; the bars show a stage that runs alone."
+    return f"<p>{text}</p>"
 
 
 def _units(plan: Plan) -> str:

@@ -11,6 +11,7 @@ Most entries stand beside no shard action. They are simulated in waves, as in a 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from functools import reduce
 
@@ -50,7 +51,7 @@ def run_sharded(schedule: Schedule, costs: Costs, duration: Floats, hop: Floats)
             free[rank] = end[entry]
     for rank, last in enumerate(graph.first[1:].tolist()):
         queues.run(last, rank, float(free[rank]))
-    return graph.by_action(start), graph.by_action(end[:-1]), ShardTimes(queues.start, queues.end)
+    return graph.by_action(start), graph.by_action(end[:-1]), ShardTimes(np.array(queues.start), np.array(queues.end))
 
 
 @dataclass
@@ -74,7 +75,8 @@ class _Queues:
         self._first_block = np.minimum(first, gather).tolist()
         self._length = {UNSHARD: gather.tolist(), RESHARD: [0.0] * stages}
         self._length[REDUCE_GRAD] = per_stage("reduce", costs.reduce, stages).tolist()
-        self.start, self.end = np.zeros(len(self.sharding)), np.zeros(len(self.sharding))
+        self._kinds, self._stages = self.sharding.kinds.tolist(), self.sharding.stage_ids.tolist()
+        self.start, self.end = [0.0] * len(self.sharding), [0.0] * len(self.sharding)
         self._free = [0.0] * self.schedule.ranks
         for rank in range(self.schedule.ranks):
             self._find_entries(rank)
@@ -84,17 +86,19 @@ class _Queues:
         part, own = slice(*schedule.bounds[rank : rank + 2].tolist()), sharding.of_rank(rank)
         entry_of = np.append(graph.entries_of(np.arange(part.start, part.stop)), graph.first[rank + 1]).tolist()
         needs: dict[int, list[int]] = {}
-        for at in np.flatnonzero(schedule.action_kinds[part] != W).tolist():
-            needs.setdefault(int(schedule.stage_ids[part.start + at]), []).append(at)
+        needing, stage_of = np.flatnonzero(schedule.action_kinds[part] != W), schedule.stage_ids[part]
+        for at, stage in zip(needing.tolist(), stage_of[needing].tolist(), strict=True):
+            needs.setdefault(stage, []).append(at)
         frees: dict[int, int] = {}
         for index in reversed(own):
-            kind, stage = int(sharding.kinds[index]), int(sharding.stage_ids[index])
+            kind, stage = self._kinds[index], self._stages[index]
             at = int(sharding.places[index]) - part.start
             self.before.setdefault((rank, entry_of[at]), []).insert(0, index)
             if kind == RESHARD:
                 frees[stage] = at
             elif kind == UNSHARD:
-                low, high = np.searchsorted(needs[stage], [at, frees.get(stage, part.stop - part.start)]).tolist()
+                low = bisect_left(needs[stage], at)
+                high = bisect_left(needs[stage], frees.get(stage, part.stop - part.start))
                 self.uses.setdefault(entry_of[needs[stage][low]], []).append(index)
                 if high - low == 1 and self.costs.gather_block is not None:
                     self.single.add(index)
@@ -102,7 +106,7 @@ class _Queues:
     def run(self, entry: int, rank: int, now: float) -> None:
         """Start the shard actions before an entry, whose rank is free from `now` on."""
         for index in self.before.get((rank, entry), ()):
-            kind, stage = int(self.sharding.kinds[index]), int(self.sharding.stage_ids[index])
+            kind, stage = self._kinds[index], self._stages[index]
             self.start[index] = self.end[index] = now
             if kind != RESHARD:
                 length = self._first_block if index in self.single else self._length[kind]
@@ -112,13 +116,13 @@ class _Queues:
     def use(self, entry: int, rank: int, now: float, taken: float) -> tuple[float, float]:
         """Return the start and end of an entry that waits for its gathers, and gathers the rest while it runs."""
         indices = self.uses.get(entry, ())
-        start = max([now, *(float(self.end[index]) for index in indices)])
+        start = max([now, *(self.end[index] for index in indices)])
         end = start + taken
         for index in indices if not self.single.isdisjoint(indices) else ():
             if index in self.single:
-                stage = int(self.sharding.stage_ids[index])
+                stage = self._stages[index]
                 whole, first = self._length[UNSHARD][stage], self._first_block[stage]
                 if whole > first:
                     self._free[rank] = self.end[index] = max(start, self._free[rank]) + whole - first
-                    end = max(end, float(self.end[index]) + taken * first / whole)
+                    end = max(end, self.end[index] + taken * first / whole)
         return start, end

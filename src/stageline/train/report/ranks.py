@@ -143,7 +143,8 @@ def timelines(run: Run) -> str:
         visible = {"planned": planned, f"measured, step {run.measured_step}": run.measured}
     elif run.planned is not None:
         visible = {"planned": run.planned}
-    page = draw.html(list(visible.values()), "timelines", names=list(visible))
+    in_seconds = run.measured is None or run.measured.costs is None
+    page = draw.html(list(visible.values()), "timelines", names=list(visible), seconds=in_seconds)
     if len(page) > MAX_TIMELINE_SIZE:
         file = f"{TIMELINES}/{PLANNED}" if run.measured_step is None else timeline_file(run.measured_step)
         return (
