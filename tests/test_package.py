@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -169,3 +171,37 @@ def test_former_names_of_classes_and_attributes_stay_valid() -> None:
 def test_a_module_that_never_existed_is_refused_as_before() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'stageline\.runtime\.nothing'"):
         import_module("stageline.runtime.nothing")
+
+
+def test_the_wheel_installs_in_a_clean_environment(tmp_path: Path) -> None:
+    """Build the wheel, and install it beside the dependencies of this environment, without the network."""
+    pytest.importorskip("hatchling")
+
+    def call(*words: str | Path) -> str:
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        done = subprocess.run(
+            [str(word) for word in words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300,
+            check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, source / name)
+    hatch = "import os, sys; os.chdir('source'); from hatchling.cli import hatchling; sys.exit(hatchling())"
+    call(sys.executable, "-c", hatch, "build", "-t", "wheel", "-d", tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    call(sys.executable, "-m", "venv", "--without-pip", "clean")
+    python = tmp_path / "clean/bin/python"
+    site = Path(call(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    (site / "dependencies.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    options = ("--no-deps", "--no-index", "--no-compile", "--disable-pip-version-check", "-q")
+    call(sys.executable, "-m", "pip", "--python", python, "install", *options, wheel)
+    packaged = {path.relative_to(source / "src") for path in (source / "src").rglob("*") if path.is_file()}
+    assert {path for path in packaged if not (site / path).is_file()} == set()
+    assert call(tmp_path / "clean/bin/stageline", "--version") == f"stageline {sl.__version__}\n"
+    where = call(python, "-c", "import stageline.schedules.registry as module; print(module.__file__)")
+    assert Path(where.strip()).is_relative_to(site)
+    assert "zb-v" in call(tmp_path / "clean/bin/stageline", "families")

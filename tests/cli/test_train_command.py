@@ -233,6 +233,7 @@ print(codes, "torch" in sys.modules)
         ("--no-compile.e", ["--no-compile.enable"]),
         ("--pri", ["--print-config"]),
         ("--training.dtype b", ["bfloat16"]),
+        ("--parallelism.pipeline_parallel_schedule zb-h", ["zb-h1", "zb-h2"]),
     ],
 )
 def test_flags_and_choices_are_completed(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import runpy
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stageline as sl
+from stageline.cli.app import run
 from stageline.common.checked_json import Range
 from stageline.train.config.config import Config
 from stageline.train.config.io import (
@@ -338,6 +340,23 @@ def test_python_reads_writes_and_compares_configs(tmp_path: Path) -> None:
     assert sl.Config.read(tmp_path / "a.toml", "training.steps=6") != config
 
 
+def test_a_hub_that_cannot_be_reached_is_one_fast_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("huggingface_hub")
+    for variable, value in (("HF_ENDPOINT", "http://127.0.0.1:9"), ("HF_HUB_OFFLINE", "0")):
+        monkeypatch.setenv(variable, value)
+    began = time.monotonic()
+    name = "nobody/Nothing-1B"
+    for option in ("model.name", "checkpoint.initial_load_path"):
+        values = ("parallelism.launcher=threads", "model.dim=16", "job.dump_folder=hub", f"{option}={name}")
+        assert run(["train", *(f"--{value}" for value in values)]) == 2
+        error = capsys.readouterr().err
+        assert f"there is no folder {name}, and the Hugging Face hub at http://127.0.0.1:9 cannot be reached" in error
+        assert "Connection refused" in error
+    assert time.monotonic() - began < 60
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -345,7 +364,7 @@ def test_python_reads_writes_and_compares_configs(tmp_path: Path) -> None:
         (f"model.dim={2**61 - 1} model.n_heads=1000000", f"{2**61 - 1}, which is not a multiple of"),
         ("model.name=gpd", "model.name is \"gpd\"; it must be gpt (did you mean 'gpt'?), an existing"),
         ("model.name=broken", "broken/config.json has no model_type"),
-        ("model.tokenizer_path=byts", "which does not exist; use a tokenizer.json, or bytes (did you mean 'bytes'?)"),
+        ("model.tokenizer_path=byts", "use a tokenizer.json, or auto, bytes, python (did you mean 'bytes'?)"),
         ("training.dataset=pyton", "one of python, text, memmap, dataset (did you mean 'python'?)"),
         ("training.dataset=text", "training.dataset_path is empty; set it"),
         ("training.dataset=text training.dataset_path=here.txt,there.txt", 'names "there.txt", which does not exist'),

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from stageline import StagelineError
 from stageline.train.config.config import Config
 from stageline.train.data import Bytes, File, Loader, Tokens, open_data
+from stageline.train.data.byte_pairs import python_tokenizer
 from stageline.train.data.opening import ConcatenatedArray, memmap_tokens
 from stageline.train.data.tokenizer import encode_documents
 from support.instances import examples
@@ -28,15 +29,18 @@ def test_the_embedded_data_is_a_few_megabytes_and_always_the_same() -> None:
     first, second = open_data(Config()), open_data(Config())
     assert first.train.identity() == second.train.identity()
     assert isinstance(first.train, Tokens)
-    assert 2_000_000 < len(first.train.array) < 5_000_000
-    text = bytes(tokens_of(first)).replace(b"\xff", b"").decode()
+    assert 1_000_000 < len(first.train.array) < 2_000_000
+    assert first.tokenizer is not None
+    text = first.tokenizer.decode(tokens_of(first))
     assert "class ArgumentParser" in text
     description = first.describe()
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    assert description.startswith("python: 3.")
+    assert description.startswith("python: 1.")
     assert f" M tokens of the standard library of Python {version}, " in description
     assert "windows of 128, " in description
-    assert first.vocab_size == 256
+    assert first.vocab_size == 1024
+    plain = open_data(Config.read(None, "model.tokenizer_path=bytes"))
+    assert bytes(tokens_of(plain)).replace(b"\xff", b"").decode() == text
 
 
 def test_a_python_without_its_source_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,6 +94,33 @@ def test_bytes_bring_back_any_text(letters: list[int]) -> None:
     text = "".join(map(chr, letters))
     assert Bytes().decode(Bytes().encode(text)) == text
     assert Bytes.separator not in Bytes().encode(text)
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(st.text(st.sampled_from("ab_ \n\t01(=é😀")) | st.text())
+def test_byte_pairs_bring_back_any_text(text: str) -> None:
+    tokenizer = python_tokenizer()
+    tokens = tokenizer.encode(text)
+    assert tokenizer.decode(tokens) == text
+    assert tokenizer.num_bytes(tokens) == len(text.encode())
+    assert tokenizer.separator not in tokens
+
+
+def test_transformers_reads_the_same_tokens(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    tokenizer = python_tokenizer()
+    for name, contents in tokenizer.files().items():
+        (tmp_path / name).write_bytes(contents)
+    again = File(tmp_path / "tokenizer.json")
+    texts = [
+        "",
+        "    def né(self, a12=  'x'):\n\t\r\n\n        return \x0c self._name  # 😀\n",
+        Path(__file__).read_text(),
+    ]
+    assert [tokens.tolist() for tokens in tokenizer.encode_all(texts)] == [
+        tokens.tolist() for tokens in again.encode_all(texts)
+    ]
+    assert (again.size, again.separator) == (1024, 255)
 
 
 # Tokenizers from files

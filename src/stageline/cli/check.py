@@ -8,7 +8,7 @@ import typer
 from typer import Option
 
 from stageline.cli.models import Length, ModelName, Samples, Traceback, load_model, user_code
-from stageline.cli.options import Json
+from stageline.cli.options import Json, complete_families
 from stageline.cli.output import console, print_json
 from stageline.common.errors import StagelineError
 
@@ -21,7 +21,9 @@ _FORMS = (
 def command(
     model: ModelName,
     ranks: Annotated[int, Option("--ranks", "-p", min=1, metavar="N", help="Ranks of the pipeline.")] = 2,
-    schedule: Annotated[str, Option(metavar="NAME", help="A family, or the file of a schedule.")] = "1f1b",
+    schedule: Annotated[
+        str, Option(metavar="NAME", help="A family, or the file of a schedule.", autocompletion=complete_families)
+    ] = "1f1b",
     microbatches: Annotated[
         int | None, Option("--microbatches", "-m", min=1, metavar="N", help="Microbatches. Default: twice the ranks.")
     ] = None,

@@ -153,7 +153,7 @@ def convert(
             "safetensors.",
         ),
     ] = Format.auto,
-    max_shard_size: Annotated[str, Option(metavar="SIZE", help="Largest size of a file: 4GB, 500MB, 1GiB.")] = "4GB",
+    max_shard_size: Annotated[str, Option(metavar="SIZE", help="Largest size of a file: 4GiB, 500MiB.")] = "4GiB",
     trust_pickle: Annotated[
         bool, Option("--trust-pickle", help="Read the pickled metadata of a DCP checkpoint; that can run code.")
     ] = False,

@@ -18,7 +18,7 @@ from typer import Argument, Option
 from stageline.cli.output import save
 from stageline.common.errors import CostError, ScheduleError, shorten
 from stageline.schedules.io import read_schedule
-from stageline.schedules.registry import find_family, schedule
+from stageline.schedules.registry import families, find_family, schedule
 from stageline.schedules.schedule import Schedule
 from stageline.schedules.sharding import check_option, lower_sharding
 from stageline.timeline import draw
@@ -30,10 +30,23 @@ _size = partial(Option, rich_help_panel="Schedule")
 _cost = partial(Option, rich_help_panel="Costs", metavar="TIME[,…]")
 output_option = partial(Option, rich_help_panel="Output")
 
+
+def complete_families(incomplete: str) -> list[str]:
+    """Return the schedule families whose names begin so, for the completion of a shell.
+
+    >>> complete_families("zb-")
+    ['zb-h1', 'zb-h2', 'zb-v']
+    """
+    return [name for name in families() if name.startswith(incomplete)]
+
+
 ScheduleName = Annotated[
     str,
     Argument(
-        metavar="SCHEDULE", help="A family (see stageline families), or a .json or .csv file.", show_default=False
+        metavar="SCHEDULE",
+        help="A family (see stageline families), or a .json or .csv file.",
+        show_default=False,
+        autocompletion=complete_families,
     ),
 ]
 Json = Annotated[bool, output_option("--json", help="Print JSON.")]

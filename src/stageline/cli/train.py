@@ -23,6 +23,7 @@ from rich.text import Text
 from typer.core import TyperCommand
 
 from stageline.common.errors import shorten
+from stageline.schedules.registry import families
 from stageline.train.config.io import Option, flag_value, options, raise_errors, read_with_errors, sections
 from stageline.train.config.ranks import processes_to_start
 from stageline.train.config.rules import needs_no_preflight, validate
@@ -198,7 +199,7 @@ def config_flags() -> list[Any]:
                 list[str if option.is_list else option.type] | None,  # type: ignore[misc]
                 typer.Option(
                     f"--{option.key}/--no-{option.key}" if option.type is bool else f"--{option.key}",
-                    autocompletion=_completion(option.choices),
+                    autocompletion=_completion(option.key, option.choices),
                     help=option.help,
                     expose_value=False,
                 ),
@@ -213,9 +214,10 @@ def config_flags() -> list[Any]:
     return list(typer.main.get_command(app).params)
 
 
-def _completion(choices: Iterable[str]) -> Callable[[str], list[str]]:
+def _completion(key: str, choices: Iterable[str]) -> Callable[[str], list[str]]:
     def complete(incomplete: str) -> list[str]:
-        return [choice for choice in choices if choice.startswith(incomplete)]
+        names = ("auto", *families()) if key == "parallelism.pipeline_parallel_schedule" else choices
+        return [name for name in names if name.startswith(incomplete)]
 
     return complete
 

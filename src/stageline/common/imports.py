@@ -1,12 +1,14 @@
-"""Import functions that are named as package.module:function, and optional libraries; the folders of libraries."""
+"""Functions named as package.module:function, optional libraries, folders of libraries, names of the Hugging Face hub."""
 
 from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from stageline.common.errors import StagelineError, nearest
@@ -69,3 +71,13 @@ def require(library: str, what: str, install: str = "") -> Any:
         raise StagelineError(
             f"{what} needs {library}, which cannot be imported ({error}): pip install {install or library}"
         ) from error
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether a name has the form of a model of the Hugging Face hub, and no such path exists.
+
+    >>> is_hub_name("meta-llama/Llama-3.2-1B"), is_hub_name("gpt"), is_hub_name("./model"), is_hub_name("a/b.json")
+    (True, False, False, False)
+    """
+    has_form = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) is not None
+    return has_form and not name.endswith((".json", ".toml", ".safetensors")) and not Path(name).exists()

@@ -7,21 +7,25 @@ again when a later stage runs the forward.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
+import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.request import Request, urlopen
 
 import torch
 from torch import nn
 
-from stageline.common.errors import StagelineError
+from stageline.common.errors import StagelineError, shorten
+from stageline.common.imports import is_hub_name
 
 if TYPE_CHECKING:
     import torch
@@ -193,11 +197,73 @@ POSITIONS = "max_position_embeddings"
 
 
 def config_file(name: str | Path) -> Path | None:
-    """Return the config.json that a name refers to (a .json file, or a folder that should have one), or None."""
+    """Return the config.json that a name refers to: a .json file, a folder that should have one, or a hub name.
+
+    None for other names. The files of a hub name are downloaded, or taken from the cache of the hub's library.
+    """
     path = Path(name)
     if path.is_dir():
         return path / "config.json"
-    return path if path.suffix == ".json" else None
+    if path.suffix == ".json":
+        return path
+    return hub_files(str(name), CONFIG_FILES) / "config.json" if is_hub_name(str(name)) else None
+
+
+CONFIG_FILES = ("config.json", "tokenizer*.json", "special_tokens_map.json")
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
+HUB = "https://huggingface.co"
+PATIENCE = 5.0
+"""Seconds to wait for an answer of the hub."""
+
+
+def hub_files(name: str, patterns: Sequence[str]) -> Path:
+    """Return a folder with files of a model of the hub; raise at once, in one sentence, if they cannot be had."""
+    try:
+        library: Any = importlib.import_module("huggingface_hub")
+    except ImportError:
+        raise StagelineError(
+            f"{name} is a name of the Hugging Face hub, which needs transformers: pip install 'stageline[huggingface]'"
+        ) from None
+    try:
+        return Path(library.snapshot_download(name, allow_patterns=list(patterns), local_files_only=_hub_refuses(name)))
+    except StagelineError:
+        raise
+    except Exception as error:  # of several libraries
+        raise StagelineError(f"cannot load {name} from the Hugging Face hub: {shorten(str(error), 300)}") from None
+
+
+def _hub_refuses(name: str) -> bool:
+    """Ask the hub for a model, once; if it gives no answer, return whether the files are in the local cache."""
+    library: Any = importlib.import_module("huggingface_hub")
+    endpoint = os.environ.get("HF_ENDPOINT", HUB).rstrip("/")
+    cached = isinstance(library.try_to_load_from_cache(name, "config.json"), str)
+    headers = {"User-Agent": "stageline"}
+    if token := library.get_token():
+        headers["Authorization"] = f"Bearer {token}"
+    try:
+        if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "ON", "YES"):
+            raise OSError("HF_HUB_OFFLINE is set")
+        url = f"{endpoint}/{name}/resolve/main/config.json"
+        with urlopen(Request(url, headers=headers, method="HEAD"), timeout=PATIENCE):
+            return False
+    except OSError as error:
+        if cached:
+            return True
+        code = getattr(error, "code", None)
+        if code == 404:
+            raise StagelineError(
+                f"there is no folder {name}, and the Hugging Face hub has no model of that name with a config.json"
+            ) from None
+        if code in (401, 403):
+            raise StagelineError(
+                f"the Hugging Face hub does not give {name} to you (HTTP {code}): ask for access on its page, and set "
+                "HF_TOKEN"
+            ) from None
+        raise StagelineError(
+            f"there is no folder {name}, and the Hugging Face hub at {endpoint} cannot be reached to load a model of "
+            f"that name: {getattr(error, 'reason', error)}; download it where the hub can be reached (hf download "
+            f"{name} --local-dir FOLDER), and use that folder instead of the name"
+        ) from None
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from stageline.common.errors import CheckpointError, StagelineError
+from stageline.common.imports import is_hub_name
 from stageline.distributed.rank_host import Collectives, decide_together
 from stageline.model.build.weights import load_weights
+from stageline.model.huggingface import WEIGHT_FILES, hub_files
 from stageline.runtime.pipeline import Pipeline
 from stageline.train.checkpoint import Checkpoint, open_checkpoint, published, step_name
 from stageline.train.checkpoint.convert import convert
@@ -63,6 +65,8 @@ def load_initial_weights(pipe: Pipeline, name: str, host: Collectives) -> None:
 
     def choose() -> str:
         path = location(name)
+        if is_hub_name(name):
+            return str(hub_files(name, WEIGHT_FILES))
         try:
             if (path / MANIFEST).exists():
                 return str(undamaged(path))

@@ -126,6 +126,7 @@ class Logs:
                 self._screen.say(f"checkpoint of step {row['step']}{checkpoint_text(row)}", "blue")
             case "end":
                 self._finish_steps()
+                self._screen.close()  # the last progress line stays above the next one
                 why = str(row.get("why") or "ended")
                 style = "bold red" if why.startswith("failed") else "bold green" if why == "finished" else "bold yellow"
                 where = f"{row['step']} of {_steps(self.total_steps)}"
@@ -179,6 +180,8 @@ def validation_text(row: Row) -> str:
     """The loss of a validation, and how long it took."""
     loss, samples, seconds = (number_or_none(row.get(name)) for name in ("loss", "samples", "seconds"))
     text = "no loss" if loss is None else f"loss {format_loss(loss)}"
+    bits = number_or_none(row.get("bits_per_byte"))
+    text += "" if bits is None else f", {bits:.3f} bits per byte,"
     text += "" if samples is None else f" on {samples:,.0f} sample{'s' * (samples != 1)}"
     return text if seconds is None else f"{text}, {format_duration(seconds)}"
 

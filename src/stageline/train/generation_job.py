@@ -25,7 +25,8 @@ from stageline.train.checkpoint.manifest import MANIFEST
 from stageline.train.checkpoint.remote import Location, location
 from stageline.train.checkpoint_state import find_checkpoint
 from stageline.train.config.config import Config, Parallelism
-from stageline.train.data.tokenizer import Tokenizer, find_tokenizer
+from stageline.train.config.rules import TOKENIZERS
+from stageline.train.data import Tokenizer, find_tokenizer, tokenizer_name
 from stageline.train.generation import Sampling, generate, text_pieces
 from stageline.train.launch import run_on
 from stageline.train.layout import JobLayout, find_job_layout, process_settings
@@ -79,7 +80,7 @@ def generate_text(request: GenerationRequest) -> None:
             if not isinstance(checkpoint.state, dict) or "config" not in checkpoint.state:
                 raise StagelineError(f"{checkpoint.path} was not saved by stageline train; it has no config")
             config = replace(Config.from_dict(checkpoint.state["config"]), parallelism=request.parallelism)
-            tokenizer = _tokenizer(request.tokenizer or config.model.tokenizer_path, config, checkpoint)
+            tokenizer = _tokenizer(request.tokenizer or tokenizer_name(config), config, checkpoint)
             task = make_task(config, _vocabulary(checkpoint, tokenizer))
             pipe = _pipeline(config, layout, task, checkpoint)
         prompt = [int(token) for token in tokenizer.encode(request.prompt or "\n")]
@@ -119,8 +120,8 @@ def _open(where: Location, step: int, host: RankHost) -> Checkpoint:
 def _tokenizer(name: str, config: Config, checkpoint: Checkpoint) -> Tokenizer:
     """Return the tokenizer of a run: the one that its config names, or the copy in the checkpoint if that is gone."""
     saved = [file for file in TOKENIZER_FILES if file in checkpoint.manifest.files]
-    if name == "bytes":
-        if not saved and config.training.dataset not in ("python", "text"):
+    if name in TOKENIZERS:
+        if name == "bytes" and not saved and config.training.dataset not in ("python", "text"):
             raise StagelineError(
                 f"{checkpoint.path} has no tokenizer: the run was trained on tokens whose tokenizer is unknown; pass "
                 "the one that produced them with --tokenizer"

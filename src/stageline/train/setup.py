@@ -141,7 +141,10 @@ class Setup:
         config = self.config
         self.batches = batch_sizes(config, self.layout.replicas)
         if self._data is None:
-            self.data = open_data(config)
+            # A model of the user's own may not know the words of the built-in one.
+            auto = self._model is not None and config.model.tokenizer_path == "auto"
+            model = replace(config.model, tokenizer_path="bytes") if auto else config.model
+            self.data = open_data(replace(config, model=model))
         else:
             self.data = self._data if isinstance(self._data, Data) else data_of(self._data, config)
         if self._collate_fn is not None:

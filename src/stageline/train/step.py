@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 
 from stageline.common.errors import StagelineError
 from stageline.runtime.continuous.run import ContinuousRun
@@ -253,6 +254,16 @@ class Validation:
                 f"{loader.source.name} holds {available} to validate on, and each of {replicas} replicas takes one at "
                 "least; raise validation.fraction, use a validation.dataset_path, or set validation.enable to false"
             )
+
+    def bytes_per_target(self, num_bytes: Callable[[NDArray[Any]], int]) -> float | None:
+        """Return the mean number of bytes of a target; None if some do not count, or targets are not tokens."""
+        total = count = 0
+        for first, samples in self._batches:
+            _, targets = self._loader.samples(first, samples)
+            if not isinstance(targets, torch.Tensor) or targets.is_floating_point() or bool((targets < 0).any()):
+                return None
+            total, count = total + num_bytes(targets.numpy()), count + targets.numel()
+        return total / count if total else None
 
     def loss(
         self,

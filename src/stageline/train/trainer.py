@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -34,7 +35,7 @@ from stageline.train.checkpoint_state import (
 from stageline.train.config.config import Config
 from stageline.train.config.io import read_config
 from stageline.train.config.rules import validate
-from stageline.train.data import Data, Loader, Prefetch
+from stageline.train.data import BytePairs, Bytes, Data, Loader, Prefetch, Tokens
 from stageline.train.events import Logs, read_metrics
 from stageline.train.layout import batch_sizes, find_job_layout, process_settings
 from stageline.train.optimizers import Optimizer, outer_parameters, rate
@@ -248,6 +249,7 @@ class Trainer:
         source = "memory" if in_memory is not None else "a checkpoint" if checkpoint is not None else "the start"
         self._restored = self.progress.step, source
         self.validation = self._make_validation()
+        self._bytes_per_target = self._find_bytes_per_target()
         return checkpoint is not None or recovers
 
     def _sum_over_replicas(self, value: float) -> float:
@@ -266,6 +268,15 @@ class Trainer:
             replica=self.layout.replica,
             replicas=self.layout.replicas,
         )
+
+    def _find_bytes_per_target(self) -> float | None:
+        """Return the mean bytes of a validation target, if the loss is that of tokens that stand for bytes."""
+        tokenizer, task = self.setup.data.tokenizer, self.setup.task
+        if not isinstance(self.setup.data.validation, Tokens) or not isinstance(tokenizer, Bytes | BytePairs):
+            return None
+        if self.validation is None or task.loss_name != "cross_entropy" or task.user_loss is not None:
+            return None
+        return self.validation.bytes_per_target(tokenizer.num_bytes)
 
     def _is_complete(self) -> bool:
         """Whether an earlier start completed the run: it was not killed after the last step."""
@@ -432,7 +443,9 @@ class Trainer:
             return False
         self._validation_loss = loss
         seconds = time.perf_counter() - started
-        metrics = self.validation.metrics
+        metrics = dict(self.validation.metrics)
+        if self._bytes_per_target is not None:
+            metrics["bits_per_byte"] = loss / math.log(2) / self._bytes_per_target
         samples = self.validation.samples
         self.logs.event("validation", step=progress.step, loss=loss, samples=samples, seconds=seconds, **metrics)
         self._callbacks("on_evaluate", {"loss": loss, **metrics})

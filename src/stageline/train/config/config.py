@@ -52,8 +52,9 @@ class Model:
 
     name: str = _same(
         "gpt",
-        "gpt, the built-in model; a Hugging Face config.json, or the folder that holds one; or package.module:function "
-        "that returns a model.",
+        "gpt, the built-in model; a Hugging Face config.json, the folder that holds one, or a model of the hub "
+        "(owner/name); or package.module:function that returns a model. The weights are random, unless "
+        "checkpoint.initial_load_path names some.",
     )
     vocab_size: NonNegativeInt = _same(0, "Vocabulary size of the built-in GPT; 0 uses the tokenizer's.")
     dim: PositiveInt = _same(128, "Width of the built-in GPT.")
@@ -61,7 +62,11 @@ class Model:
     n_heads: PositiveInt = _same(4, "Attention heads of the built-in GPT.")
     dropout: Annotated[float, Range(0, below=1)] = _same(0.0, "Dropout probability of the built-in GPT.")
     tie_embeddings: bool = _same(False, "Tie the embedding and the head of the built-in GPT.")
-    tokenizer_path: str = _same("bytes", "bytes, or a Hugging Face tokenizer.json.")
+    tokenizer_path: str = _same(
+        "auto",
+        "bytes; python, 1,024 byte pairs of Python code; a Hugging Face tokenizer.json; or auto: python for the "
+        "built-in GPT on the python data set, else bytes.",
+    )
 
 
 @dataclass
@@ -117,7 +122,7 @@ class Optimizer:
     """One of torch's optimizers."""
 
     name: Literal["AdamW", "Adam", "SGD", "Adafactor", "Muon"] = _same("AdamW", "Class in torch.optim.")
-    lr: Positive = _same(2e-3, "Peak learning rate.")
+    lr: Positive = _same(3e-3, "Peak learning rate.")
     beta1: Annotated[float, Range(0, below=1)] = _same(0.9, "First beta of AdamW and Adam; momentum of SGD and Muon.")
     beta2: Annotated[float, Range(0, below=1)] = _same(0.95, "Second beta of AdamW and Adam.")
     eps: Positive = _same(1e-8, "Epsilon of AdamW and Adam.")
@@ -235,7 +240,10 @@ class Checkpoint:
         -1, "Resume from the checkpoint of this step; -1 is the newest intact one."
     )
     initial_load_path: str = _option(
-        "", "Initialize the weights from a checkpoint or from safetensors files.", example="outputs/checkpoint/step-200"
+        "",
+        "Initialize the weights from a checkpoint, from safetensors files, or from a model of the Hugging Face hub "
+        "(owner/name).",
+        example="outputs/checkpoint/step-200",
     )
 
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path, PurePath
 
 from stageline.common.errors import JsonError, StagelineError, nearest
+from stageline.common.imports import is_hub_name
 from stageline.distributed.recovery_policy import action_errors
 from stageline.schedules.io import read_schedule
 from stageline.schedules.registry import find_family, schedule
@@ -63,20 +64,21 @@ def _model(config: Config) -> Iterator[str]:
         )
     if model.name != "gpt" and ":" not in model.name:
         yield from _hugging_face(Path(model.name))
-    if model.tokenizer_path != "bytes" and not Path(model.tokenizer_path).is_file():
+    if model.tokenizer_path not in TOKENIZERS and not Path(model.tokenizer_path).is_file():
         yield (
             f"model.tokenizer_path is {show(model.tokenizer_path)}, which does not exist; use a tokenizer.json, or "
-            f"bytes{nearest(model.tokenizer_path, ['bytes'])}"
+            f"{', '.join(TOKENIZERS)}{nearest(model.tokenizer_path, TOKENIZERS)}"
         )
 
 
 def _hugging_face(path: Path) -> Iterator[str]:
     shown, file = show(str(path)), path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        yield (
-            f"model.name is {shown}; it must be gpt{nearest(str(path), ['gpt'])}, an existing config.json, a folder "
-            "that holds one, or package.module:function"
-        )
+        if not is_hub_name(str(path)):
+            yield (
+                f"model.name is {shown}; it must be gpt{nearest(str(path), ['gpt'])}, an existing config.json, a "
+                "folder that holds one, a model of the Hugging Face hub (owner/name), or package.module:function"
+            )
         return
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -348,6 +350,8 @@ def too_few_units(config: Config, units: int, reason: str) -> Iterator[str]:
         )
 
 
+TOKENIZERS = ("auto", "bytes", "python")
+"""The built-in tokenizers."""
 ConfigRule = Callable[[Config], Iterator[str]]
 
 
@@ -379,7 +383,7 @@ def needs_no_preflight(config: Config) -> bool:
     >>> needs_no_preflight(Config()), needs_no_preflight(Config.read(None, "model.name=package:function"))
     (True, False)
     """
-    built_in = config.model.name == "gpt" and config.model.tokenizer_path == "bytes" and not config.model.vocab_size
+    built_in = config.model.name == "gpt" and config.model.tokenizer_path in TOKENIZERS and not config.model.vocab_size
     plain = config.training.dataset == "python" and config.training.loss == "cross_entropy"
     new = not Path(config.job.dump_folder).exists() and not config.checkpoint.initial_load_path
     selects = config.activation_checkpoint.mode == "selective" or config.checkpoint.load_step >= 0

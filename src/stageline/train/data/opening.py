@@ -20,6 +20,7 @@ from stageline.common.imports import find_function
 from stageline.train.config.config import Config
 from stageline.train.config.io import raise_errors
 from stageline.train.config.rules import dataset_errors
+from stageline.train.data.byte_pairs import PYTHON_SIZE
 from stageline.train.data.documents import (
     dataset_documents,
     document_tokens,
@@ -75,11 +76,11 @@ def open_data(config: Config, *, cache: str | Path | None = None) -> Data:
     >>> config = Config()
     >>> data = open_data(config)
     >>> data.vocab_size, data.train.length > 10 * data.validation.length > 0
-    (256, True)
+    (1024, True)
     """
     kind, path, options = config.training.dataset, config.training.dataset_path, config.validation
     raise_errors(list(dataset_errors(config)))
-    tokenizer = find_tokenizer(config.model.tokenizer_path)
+    tokenizer = find_tokenizer(tokenizer_name(config))
     opener = _Opener(config, tokenizer, cache)
     train = opener.open(kind, path)
     validation: Indexed | Stream | None = None
@@ -95,6 +96,19 @@ def open_data(config: Config, *, cache: str | Path | None = None) -> Data:
         if isinstance(source, Tokens | Items | Stream):
             source.vocab_size = source.vocab_size or vocab_size
     return Data(kind, train, validation, tokenizer if is_known else None, vocab_size)
+
+
+def tokenizer_name(config: Config) -> str:
+    """Return model.tokenizer_path, or what auto stands for.
+
+    >>> tokenizer_name(Config()), tokenizer_name(Config.read(None, "training.dataset=text"))
+    ('python', 'bytes')
+    """
+    model = config.model
+    if model.tokenizer_path != "auto":
+        return model.tokenizer_path
+    fits = not 0 < model.vocab_size < PYTHON_SIZE
+    return "python" if model.name == "gpt" and config.training.dataset == "python" and fits else "bytes"
 
 
 def data_of(samples: Iterable[Any], config: Config) -> Data:

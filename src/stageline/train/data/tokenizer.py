@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, or the tokenizer.json of a Hugging Face tokenizer."""
+"""Tokenizers: bytes, byte pairs for Python code, or the tokenizer.json of a Hugging Face tokenizer."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from stageline.common.errors import StagelineError
 from stageline.common.imports import require
+from stageline.train.data.byte_pairs import BytePairs, python_tokenizer
 
 MAX_CHARACTERS = 4_000_000
 """Characters passed to a tokenizer file at once; a longer document is split at line ends."""
@@ -39,6 +40,10 @@ class Bytes:
     def encode(self, text: str) -> NDArray[np.uint8]:
         """Return the bytes of a text."""
         return np.frombuffer(text.encode(), np.uint8)
+
+    def num_bytes(self, tokens: NDArray[Any]) -> int:
+        """Return the number of bytes that tokens stand for."""
+        return tokens.size
 
     def decode(self, tokens: Sequence[int] | NDArray[Any]) -> str:
         """Return the text of bytes, without separators; invalid bytes and invalid UTF-8 become �."""
@@ -74,8 +79,8 @@ class File:
             contents = file.read_bytes()
         except OSError as error:
             raise StagelineError(
-                f"cannot read the tokenizer {file}: {error.strerror}; model.tokenizer_path must be bytes, or a "
-                "tokenizer.json or its folder"
+                f"cannot read the tokenizer {file}: {error.strerror}; model.tokenizer_path must be bytes, or "
+                "python, or a tokenizer.json or its folder"
             ) from error
         try:
             self._tokenizer = library.Tokenizer.from_buffer(contents)
@@ -176,11 +181,13 @@ def tokenizer_files(
     }
 
 
-Tokenizer = Bytes | File
+Tokenizer = Bytes | BytePairs | File
 
 
 def find_tokenizer(name: str) -> Tokenizer:
     """Return the tokenizer that model.tokenizer_path names."""
+    if name == "python":
+        return python_tokenizer()
     return Bytes() if name == "bytes" else File(name)
 
 
@@ -189,7 +196,7 @@ def encode_documents(tokenizer: Tokenizer, documents: Iterable[str]) -> Iterator
     dtype, has_tokens = smallest(tokenizer.size), False
     for group in _groups(documents):
         texts = [text for _, text in group]
-        encoded = tokenizer.encode_all(texts) if isinstance(tokenizer, File) else map(tokenizer.encode, texts)
+        encoded = map(tokenizer.encode, texts) if isinstance(tokenizer, Bytes) else tokenizer.encode_all(texts)
         for (is_start, _), tokens in zip(group, encoded, strict=True):
             if is_start and has_tokens and tokenizer.separator is not None:
                 yield np.array([tokenizer.separator], dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
+from stageline.common.units import format_size
 from stageline.timeline import draw
 from stageline.timeline.explain import MEANINGS, Explanation, Parts, explain, slowest_transfers
 from stageline.timeline.timeline import Timeline
@@ -148,7 +149,7 @@ def timelines(run: Run) -> str:
     if len(page) > MAX_TIMELINE_SIZE:
         file = f"{TIMELINES}/{PLANNED}" if run.measured_step is None else timeline_file(run.measured_step)
         return (
-            f'<p class="soft">The timelines ({len(page) // 1000:,} kB) are too large for this page; '
+            f'<p class="soft">The timelines ({format_size(len(page))}) are too large for this page; '
             f"draw them with stageline trace {escape(file)} --html trace.html</p>"
         )
     page = page.replace("wheel or + −", "Ctrl and wheel, or + −").replace("</head>", FRAMED + "</head>")
