@@ -309,10 +309,16 @@ def key_figures(run: Run) -> Iterator[tuple[str, str, str]]:
         best = float(validation.finite.min())
         step = int(validation.steps[validation.values == best][0])
         yield "Best validation loss", format_loss(best), f"at step {step:,}"
+    bits = Series.of(run.history.of("validation"), "bits_per_byte").finite
+    if len(bits):
+        yield "Bits per byte", f"{bits.min():.3f}", "of validation text, at best"
     speed = Series.of(rows, "tokens_per_s").median(WARM_UP)
     if speed is not None:
         tokens = sum(Series.of(rows, "tokens").finite.tolist())
         yield "Tokens per second", format_count(speed), f"median; {format_count(tokens)} in all"
+    mfu = Series.of(rows, "mfu").median(WARM_UP)
+    if mfu is not None:
+        yield "MFU", format_percent(mfu, 1), "median; the model's FLOPs as a share of the peak"
     bubble, planned = (Series.of(rows, name).median(WARM_UP) for name in ("bubble", "planned_bubble"))
     if bubble is not None:
         plan = "" if planned is None else f"; planned {format_percent(planned, 1)}"
