@@ -120,12 +120,12 @@ def test_all_errors_of_words_and_file_are_reported_at_once(trainers: Trainers, c
         "  'model.dim=3' is neither an option nor a .toml file; did you mean --set model.dim=3?",
         "  unknown option --chek; did you mean --check?",
         "  there are two config files, job.toml and second.toml; pass one",
-        "  job.toml: training.steps must be an integer >= 1, got 0; for example steps = 200",
+        "  job.toml: training.steps must be an integer >= 1, got 0; for example steps = 400",
         "  unknown option --trainig.seed; did you mean --training.seed?",
         "  unknown option --no-training.seed; did you mean --training.seed?",
-        "  --training.steps has no value; write --training.steps=200",
+        "  --training.steps has no value; write --training.steps=400",
         "  --job.description has no value; write '--job.description=the first run'",
-        '  model.dim must be an integer >= 1, got "x"; for example model.dim=128',
+        '  model.dim must be an integer >= 1, got "x"; for example model.dim=64',
         "  unknown option --qqqqqq",
         "  unknown option -p",
     ]
@@ -143,7 +143,7 @@ def test_a_check_reports_wrong_combinations_and_trains_nothing(trainers: Trainer
     assert train("--check") == 0
     assert capsys.readouterr().out == "the config is valid\n"
     (line,) = refused(capsys, "--check", "--model.n_heads", "3")
-    assert line.startswith("error: model.dim is 128, which is not a multiple of model.n_heads 3; use 126 or 129")
+    assert line.startswith("error: model.dim is 64, which is not a multiple of model.n_heads 3; use 63 or 66")
     assert refused(capsys, "--model.n_heads", "3") == [line]
     assert train("--check", "--print-config") == 0
     assert capsys.readouterr().err == "the config is valid\n"
@@ -210,7 +210,7 @@ def test_help_fits_the_terminal_and_has_every_option(
         assert out.index(example) < out.index("╭")
     assert "KEY=VALUE" in shown
     assert all(option.help in shown for option in options().values())
-    assert "Number of optimizer steps. [>= 1; default: 200]" in shown
+    assert "Number of optimizer steps. [>= 1; default: 400]" in shown
 
 
 def test_help_check_and_the_printed_config_leave_torch_alone() -> None:

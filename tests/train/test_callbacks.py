@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 import stageline as sl
 from stageline.testing import run_ranks
 from stageline.train.config.config import Config
+from stageline.train.data import Tokens
 from stageline.train.step import StepResult
 from stageline.train.trainer import Result, Trainer
 from stageline.train.validation_metrics import EvalPrediction
@@ -170,15 +172,23 @@ def test_wandb_that_is_missing_is_one_clear_error(tmp_path: Path, monkeypatch: p
         make_trainer(tmp_path / "run", "metrics.enable_wandb=true").run()
 
 
-def test_mfu_follows_from_the_peak(tmp_path: Path) -> None:
+def test_mfu_and_bits_per_byte_follow_from_the_steps(tmp_path: Path) -> None:
     settings = (
         "training.steps=2", "training.seq_len=8", "training.local_batch_size=4", "model.dim=8", "model.n_layers=2",
-        "model.n_heads=2", "validation.enable=false", "sample.tokens=0", "metrics.peak_tflops=2",
+        "model.n_heads=2", "validation.freq=2", "validation.steps=1", "sample.tokens=0", "metrics.peak_tflops=2",
         "parallelism.pipeline_parallel_degree=2", "parallelism.pipeline_parallel_schedule=1f1b",
     )  # fmt: skip
-    Trainer(Config.read(None, *settings, f"job.dump_folder={tmp_path / 'run'}")).run()
+    trainer = Trainer(Config.read(None, *settings, f"job.dump_folder={tmp_path / 'run'}"))
+    trainer.run()
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     block = 3 * 8 * 8 + 8 * 8 + 2 * 4 * 8 * 8 + 5 * 8 + 4 * 8  # weights, biases and norms
-    flops = 6 * (2 * block + 2 * 8 + 256 * 8) + 12 * 2 * 8 * 8
+    flops = 6 * (2 * block + 2 * 8 + 1024 * 8) + 12 * 2 * 8 * 8
     for row in [line for line in lines if line["event"] == "step"]:
         assert row["mfu"] == pytest.approx(flops * row["tokens"] / row["seconds"] / 2e12, rel=1e-6)
+    (validation,) = [line for line in lines if line["event"] == "validation"]
+    data = trainer.setup.data
+    assert isinstance(data.validation, Tokens)
+    assert data.tokenizer is not None
+    tokens = data.validation.array[data.validation.start + 1 :][: 4 * 8]
+    num_bytes = len(data.tokenizer.decode(tokens).encode())
+    assert validation["bits_per_byte"] == pytest.approx(validation["loss"] / math.log(2) * 4 * 8 / num_bytes)

@@ -111,7 +111,7 @@ def test_every_option_is_explained_with_its_bounds_choices_and_default() -> None
     text = write_toml(Config.read(None, "training.steps=7"))
     assert tomllib.loads(text)["training"]["steps"] == 7
     lines = text.splitlines()
-    assert "steps = 7  # default: 200" in lines
+    assert "steps = 7  # default: 400" in lines
     assert "seed = 0  # default" in lines
     assert "# Must be one of none, selective, full." in lines
     assert "# Must be a number >= 0 and < 1." in lines
@@ -220,9 +220,9 @@ def test_the_last_setting_wins_over_earlier_ones_over_the_file_over_defaults(tmp
         ("qqqqqq=1", "unknown option qqqqqq"),
         ("training.dtype=bfloat6", "must be one of float32, bfloat16, got \"bfloat6\" (did you mean 'bfloat16'?)"),
         ("=1", "names no option; write section.name=value"),
-        ("--training.steps", "--training.steps has no value; write --training.steps=200"),
+        ("--training.steps", "--training.steps has no value; write --training.steps=400"),
         ("--training.stps=3", "unknown option --training.stps; did you mean --training.steps?"),
-        ("training.steps", "training.steps has no value; write training.steps=200"),
+        ("training.steps", "training.steps has no value; write training.steps=400"),
         ("optimizer.lr=nan", "optimizer.lr must be a number > 0, got nan"),
         (f"optimizer.lr={'9' * 400}", "optimizer.lr must be a number > 0, got 9999"),
         (

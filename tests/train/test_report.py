@@ -241,10 +241,10 @@ def test_timelines_of_an_earlier_life_do_not_stand_for_the_last_step(tmp_path: P
 @pytest.mark.parametrize(
     ("options", "marked"),
     [
-        ("[training]\nsteps = 200\nseed = 7 # mine\n", ["seed = 7 # mine"]),
+        ("[training]\nsteps = 400\nseed = 7 # mine\n", ["seed = 7 # mine"]),
         ("[training]\nsteps = 301\n[model]\nname = 'gpt'\n", ["steps = 301"]),
         ("[activation_checkpoint]\nmodules = []\n[checkpoint]\nenable = true\n", []),
-        ("[optimizer]\nlr = 3e-3\nname = 'SGD'\n[mine]\nlr = 5\n", ["name = 'SGD'"]),
+        ("[optimizer]\nlr = 5e-3\nname = 'SGD'\n[mine]\nlr = 5\n", ["name = 'SGD'"]),
     ],
 )
 def test_settings_that_differ_from_the_defaults_are_marked(options: str, marked: list[str], tmp_path: Path) -> None:

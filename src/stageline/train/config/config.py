@@ -57,7 +57,7 @@ class Model:
         "checkpoint.initial_load_path names some.",
     )
     vocab_size: NonNegativeInt = _same(0, "Vocabulary size of the built-in GPT; 0 uses the tokenizer's.")
-    dim: PositiveInt = _same(128, "Width of the built-in GPT.")
+    dim: PositiveInt = _same(64, "Width of the built-in GPT.")
     n_layers: PositiveInt = _same(8, "Blocks of the built-in GPT.")
     n_heads: PositiveInt = _same(4, "Attention heads of the built-in GPT.")
     dropout: Annotated[float, Range(0, below=1)] = _same(0.0, "Dropout probability of the built-in GPT.")
@@ -92,7 +92,7 @@ class Training:
         "Samples per optimizer step over all replicas; gradients are accumulated where it exceeds one batch per "
         "replica. 0 means local_batch_size times the number of replicas.",
     )
-    steps: PositiveInt = _warning(200, "Number of optimizer steps.")
+    steps: PositiveInt = _warning(400, "Number of optimizer steps.")
     time_limit: NonNegative = _option(
         0.0, "Minutes after which the job saves a checkpoint and stops; 0 means no limit."
     )
@@ -122,7 +122,7 @@ class Optimizer:
     """One of torch's optimizers."""
 
     name: Literal["AdamW", "Adam", "SGD", "Adafactor", "Muon"] = _same("AdamW", "Class in torch.optim.")
-    lr: Positive = _same(3e-3, "Peak learning rate.")
+    lr: Positive = _same(5e-3, "Peak learning rate.")
     beta1: Annotated[float, Range(0, below=1)] = _same(0.9, "First beta of AdamW and Adam; momentum of SGD and Muon.")
     beta2: Annotated[float, Range(0, below=1)] = _same(0.95, "Second beta of AdamW and Adam.")
     eps: Positive = _same(1e-8, "Epsilon of AdamW and Adam.")
@@ -321,7 +321,7 @@ class Config:
 
     >>> config = Config()
     >>> config.training.steps, config.parallelism.pipeline_parallel_schedule
-    (200, 'auto')
+    (400, 'auto')
     """
 
     job: Job = field(default_factory=Job)

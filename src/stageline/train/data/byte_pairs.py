@@ -157,7 +157,7 @@ def python_tokenizer() -> BytePairs:
 
     >>> tokenizer = python_tokenizer()
     >>> len(tokenizer.encode("    def __init__(self, name):\\n        return None\\n"))
-    14
+    13
     """
     text = files("stageline.train.data").joinpath(MERGES_FILE).read_text(encoding="ascii")
     numbers = list(map(int, text.split()))
