@@ -312,7 +312,7 @@ class Sample:
 
     tokens: NonNegativeInt = _option(200, "Number of tokens; 0 disables the sample.")
     prompt: str = _option("def ", "Prompt that the text continues.")
-    temperature: NonNegative = _option(0.8, "Sampling temperature; 0 always picks the most likely token.")
+    temperature: NonNegative = _option(0.5, "Sampling temperature; 0 always picks the most likely token.")
 
 
 @dataclass
