@@ -380,7 +380,7 @@ def test_a_hub_that_cannot_be_reached_is_one_fast_error(
         ("training.global_batch_size=48 parallelism.data_parallel_replicate_degree=2",
          "local_batch_size 16 × 2 replicas (parallelism.data_parallel_replicate_degree); use 32 or 64"),
         ("lr_scheduler.decay_ratio=-0.5", "lr_scheduler.decay_ratio is -0.5; it must be -1, or a fraction"),
-        ("lr_scheduler.decay_ratio=0.95", "use at most 10 warm-up steps, or at least 601 steps"),
+        ("lr_scheduler.decay_ratio=0.95", "use at most 20 warm-up steps, or at least 601 steps"),
         ("activation_checkpoint.mode=selective", "for example activation_checkpoint.modules=blocks.*.mlp"),
         ("activation_checkpoint.modules=head", "mode is none; use selective, or remove the modules"),
         ("parallelism.pipeline_parallel_schedule=zb-w", "no schedule family is named 'zb-w' (did you mean 'zb-v'?)"),
