@@ -1,4 +1,4 @@
-"""Functions named as package.module:function, optional libraries, folders of libraries, names of the Hugging Face hub."""
+"""Functions named as package.module:function, optional libraries, folders of libraries, and names of the hub."""
 
 from __future__ import annotations
 
