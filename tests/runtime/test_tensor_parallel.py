@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import stageline as sl
+from stageline.planning.tensor_parallel import cut_units
 from stageline.runtime._torch_private import joins_packed_parts
 from stageline.tensors.sharded import local
 from stageline.testing import run_ranks
@@ -294,6 +296,29 @@ def in_float8() -> MeshModel:
     return model.double()
 
 
+class Sums(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the all-reduces that layers of this process start."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "_c10d_functional.all_reduce" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def adds_up_as_planned(pipe: sl.Pipeline) -> None:
+    """A step adds up over tp as often as a plan counts."""
+    pipe.zero_grad()
+    with Sums() as sums:  # type: ignore[no-untyped-call]
+        pipe.step(*data(0))
+    total = torch.tensor(sums.count)
+    torch.distributed.all_reduce(total)
+    model = gpt()
+    units = cut_units(model, tuple(unit.name for unit in sl.split(model, 1, example=data(0)[0]).units))
+    expected = sum(unit.forward + unit.backward for unit in units.values())
+    assert int(total) == 2 * pipe.schedule.microbatches * expected > 0
+
+
 def on_plans(rank: int, folder: str) -> dict[str, str]:
     quiet()
     mesh = mesh_of((2, 2), "pp", "tp")
@@ -308,6 +333,7 @@ def on_plans(rank: int, folder: str) -> dict[str, str]:
     pipe = pipeline(gpt(), mesh)
     pipe.step(*data(0))
     torch.optim.AdamW(pipe.parameters(), foreach=True).step()
+    adds_up_as_planned(pipe)
     # Every process of a tensor-parallel group runs the same program.
     files = [Path(folder) / f"{name}.json" for name in ("one", "other")]
     order = sl.schedule("gpipe", ranks=2, microbatches=2)
