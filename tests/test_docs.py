@@ -60,6 +60,12 @@ def test_the_reference_has_every_public_name_and_every_verb() -> None:
         assert f"\n## stageline {verb}" in pages["reference/cli.md"]
 
 
+def test_every_page_has_its_place_in_the_website() -> None:
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")]
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    assert not [page for page in pages if f" {page}\n" not in navigation]
+
+
 def test_the_website_has_no_broken_link_and_needs_no_network(tmp_path: Path) -> None:
     pytest.importorskip("material", reason="mkdocs-material is not installed: pip install '.[docs]'")
     site = tmp_path / "site"

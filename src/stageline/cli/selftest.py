@@ -30,8 +30,8 @@ def command(
     """Test the hosts, links and versions on which a job will run; write a page and a JSON file to send with a report.
 
     Checks that every schedule family computes the bits of a plain loop, that a killed rank is named, and that all ranks
-    run the same versions; measures latency and bandwidth between ranks. Under torchrun, srun or Ray, it takes its place
-    there; else it starts ranks itself. The exit code is 0 if all checks pass, and 1 otherwise.
+    run the same versions; measures latency and bandwidth between ranks. Under torchrun, srun or Ray, it runs on
+    their ranks; otherwise it starts its own. The exit code is 0 if all checks pass, and 1 otherwise.
 
     Examples:
       stageline selftest

@@ -158,21 +158,23 @@ class Parallelism:
     )
     pipeline_parallel_degree: Degree = _option(
         -1,
-        "Ranks per pipeline; -1 is the rest: the processes that the other degrees leave, where stageline train starts "
-        "one per GPU, or without GPUs one per core up to 4. 0 is as many as a schedule file has, else up to 4. Left "
+        "Ranks per pipeline; -1 takes all processes that the other degrees leave. stageline train starts one process "
+        "per GPU, or without GPUs one per core up to 4. 0 takes the number of a schedule file, or else up to 4. If "
         "unset, it is 0 if another degree is -1.",
     )
     data_parallel_replicate_degree: Degree = _option(
         1,
-        "Replicas of the pipeline, each with its share of the batch; -1 is the rest. Left unset, it is -1 if no other "
-        "degree is. 0 also means the rest, and is deprecated.",
+        "Replicas of the pipeline, each with its share of the batch; -1 takes all remaining processes. If unset, it is "
+        "-1 if no other degree is. 0 means the same as -1 and is deprecated.",
     )
     data_parallel_shard_degree: Degree = _option(
         1,
         "Processes that share the parameters, gradients and optimizer state of a stage (FSDP2), each with its own "
-        "samples; -1 is the rest.",
+        "samples; -1 takes all remaining processes.",
     )
-    tensor_parallel_degree: Degree = _option(1, "Processes that share the work of each module; -1 is the rest.")
+    tensor_parallel_degree: Degree = _option(
+        1, "Processes that share the work of each module; -1 takes all remaining processes."
+    )
     shard_optimizer: bool = _option(
         False, "Divide the optimizer state among the replicas (ZeRO-1), with the same results and less memory."
     )
@@ -295,8 +297,9 @@ class Recovery:
     max_restarts: NonNegativeInt = _option(3, "How many losses of a rank the job survives; 0 ends it at the first.")
     on_loss: tuple[str, ...] = _option(
         ("restart", "spare"),
-        "What may be done, the first that is possible: restart the lost rank; let a spare one take its place; "
-        "shrink_replicas, train with the other replicas until it is back; replan, for the ranks that are left.",
+        "What to do after a loss; the first possible action is taken. restart starts the lost rank again; spare lets a "
+        "spare process take its place; shrink_replicas trains with the other replicas until it is back; replan makes "
+        "a new plan for the remaining ranks.",
     )
     spares: NonNegativeInt = _option(0, "Processes that wait to take the place of a lost rank.")
     memory_interval: NonNegativeInt = _option(
