@@ -89,6 +89,8 @@ def test_charts_follow_the_sliders_and_the_address_follows_the_charts(visitor: V
     page.get_by_label("Transfer", exact=True).focus()  # and by keyboard
     page.keyboard.press("ArrowRight")
     page.wait_for_url(re.compile("transfer=0.05"))
+    page.get_by_text("time and memory of each rank").first.click()
+    page.get_by_role("columnheader", name="drain").wait_for()
     page.get_by_label("Cap", exact=True).fill("3")
     wait_until(page, figure(page, "First", "Peak memory"), "above the cap of 3")
 

@@ -115,7 +115,12 @@ def test_times_are_those_of_simulate(served: RunningStudio) -> None:
         path = [expected.schedule.action(int(index)) for index in times["critical"]]
         assert path == [timed.action for timed in expected.critical_path]
     known = {**SHOWN, "panels": [{"family": "1f1b", "known": panels[0]["id"]}]}
-    assert "structure" not in served.request("api/simulate", known).arrays["panels"][0]
+    again = served.request("api/simulate", known).arrays["panels"][0]
+    assert "structure" not in again
+    assert again["times"]["idle"] is None
+    with_idle = {**SHOWN, "panels": [{"family": "1f1b", "idle": True}]}
+    idle = served.request("api/simulate", with_idle).arrays["panels"][0]["times"]["idle"]
+    assert idle == [list(causes) for causes in sl.simulate(sl.schedule("1f1b", ranks=4, microbatches=8)).idle]
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,8 @@ def structure_of(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def times_of(timeline: Timeline) -> dict[str, Any]:
-    """Return what follows the costs: times, memory, figures and the critical path."""
+def times_of(timeline: Timeline, *, idle: bool = False) -> dict[str, Any]:
+    """Return what follows the costs: times, memory, figures and the critical path; `idle` adds the causes of gaps."""
     ranks = range(timeline.schedule.ranks)
     origin = timeline.first_start
     arrived = np.full(len(timeline.start), -1.0)
@@ -91,6 +91,6 @@ def times_of(timeline: Timeline) -> dict[str, Any]:
         "utilisation": timeline.utilisation,
         "peak": [float(levels.max(initial=0.0)) for _, levels in memory],
         "busy": list(timeline.busy),
-        "idle": [list(idle) for idle in timeline.idle],
+        "idle": [list(causes) for causes in timeline.idle] if idle else None,
         "causes": [cause.replace("warmup", "warm-up") for cause in Idle._fields],
     }

@@ -64,6 +64,8 @@ class PanelRequest:
     """The synthesis, if the family is "synthesized"."""
     known: str = ""
     """The schedule whose structure the page has already."""
+    idle: bool = False
+    """Whether the page shows the idle time of each rank."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ def simulated(request: ScheduleRequest, synthesized: Mapping[str, Schedule]) -> 
             continue
         options = ",".join(f"{name}={value}" for name, value in sorted(timeline.schedule.options.items()))
         identity = f"{panel.family}/{panel.job}/{request.ranks}/{request.microbatches}/{options}"
-        answer: dict[str, Any] = {"id": identity, "times": times_of(timeline)}
+        answer: dict[str, Any] = {"id": identity, "times": times_of(timeline, idle=panel.idle)}
         if panel.known != identity:
             answer["structure"] = structure_of(timeline)
         panels.append(answer)

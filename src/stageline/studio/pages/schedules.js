@@ -20,11 +20,11 @@ export async function show(page) {
   const request = names => ({
     ranks: +state.ranks, microbatches: +state.microbatches,
     costs: { ...Object.fromEntries(COSTS.map(([key]) => [key, +state[key]])), factors: Object.fromEntries(Object.entries(factors()).map(([part, factor]) => [part, +factor])) },
-    panels: names.map(name => ({ family: state[name], options: optionsOf(name), job: state.job, known: panels[name].known })),
+    panels: names.map(name => ({ family: state[name], options: optionsOf(name), job: state.job, known: panels[name].known, idle: panels[name].details.open })),
   });
 
   // Two charts on one time axis.
-  const panels = Object.fromEntries(["a", "b"].map(name => [name, makePanel(name, view, looks)]));
+  const panels = Object.fromEntries(["a", "b"].map(name => [name, makePanel(name, view, looks, () => update())]));
   const shown = () => ["a", "b"].filter(name => state[name] !== NONE);
   const update = latest(async () => {
     writeState("schedules", state, DEFAULTS); share.value = location.href;
@@ -105,12 +105,12 @@ export async function show(page) {
   return () => { removeEventListener("resize", redraw); dark.removeEventListener("change", redraw); };
 }
 
-function makePanel(name, view, looks) {
+function makePanel(name, view, looks, update) {
   const waits = element("div", { class: "waits" }), box = element("section", { class: "panel", "aria-label": name === "a" ? "First schedule" : "Second schedule" });
-  const title = element("h2"), numbers = element("div"), table = element("div"), details = element("details", { ontoggle: () => panel.refresh(chart.cap) }, element("summary", {}, "time and memory of each rank"), table), error = element("p", { class: "error" });
+  const title = element("h2"), numbers = element("div"), table = element("div"), details = element("details", { ontoggle: () => { if (details.open) update(); } }, element("summary", {}, "time and memory of each rank"), table), error = element("p", { class: "error" });
   const chart = new Gantt(view, looks, { onselect: () => panel.explain() });
   const panel = {
-    chart, box, known: "", error: "",
+    chart, box, details, known: "", error: "",
     set(answer) {
       panel.error = answer.error || "";
       if (answer.error) { chart.clear(); panel.known = ""; return; }
@@ -121,7 +121,7 @@ function makePanel(name, view, looks) {
       if (!chart.times) return;
       title.textContent = chart.structure.name;
       numbers.replaceChildren(figures(chart.times, chart.structure, { cap }));
-      if (details.open) table.replaceChildren(rankTable(chart.times));
+      if (details.open && chart.times.idle) table.replaceChildren(rankTable(chart.times));
       panel.explain();
       if (box.firstChild !== title) box.replaceChildren(title, numbers, chart.canvas, waits, details);
     },
