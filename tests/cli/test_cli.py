@@ -28,7 +28,7 @@ def test_show_draws_the_chart_with_bubble_span_and_memory(capsys: Capture) -> No
     assert "rank 3 ......F0f0F1f1F2f2F3f3i0w0" in out
     assert "makespan 51  bubble 5.9%" in out
     assert "span     48  bubble 0.0%" in out
-    assert "peak memory 8 on every rank" in out
+    assert "peak memory 8 microbatches on every rank" in out
 
 
 def test_piped_output_is_plain_and_a_terminal_gets_colour() -> None:

@@ -213,8 +213,10 @@ def test_both_timelines_are_drawn_as_trace_draws_them(tmp_path: Path) -> None:
     [frame] = page_of(folder).attributes("iframe")
     inner = Page(frame["srcdoc"]).data
     assert [panel["name"] for panel in inner["panels"]] == ["planned", "measured, step 3"]
+    assert inner["seconds"] is True
     assert [panel["makespan"] for panel in inner["panels"]] == [planned.makespan, measured.makespan]
     assert inner["until"] == measured.makespan
+    assert [panel["memory"] for panel in inner["panels"]] == ["2 1 microbatches"] * 2
 
 
 def test_without_a_plan_the_step_itself_says_what_is_typical(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import stageline as sl
+from stageline.cli.app import run as command
+from stageline.common.units import format_makespan
 from stageline.testing import run_ranks
 from stageline.train.config.config import Config
 from stageline.train.data import Loader, open_data
 from stageline.train.optimizers import Optimizer, outer_parameters, rate
+from stageline.train.screen import fit, parts_of
 from stageline.train.step import LossScale
 from stageline.train.trainer import Result, Trainer
 
@@ -198,6 +203,35 @@ def test_a_finished_run_is_left_alone_and_more_steps_go_on(tokens: Path, capsys:
     assert "is finished: step 6 of 6" in capsys.readouterr().out
     assert train(tokens, "training.steps=8", "lr_scheduler.decay_type=constant").step == 8
     assert set(losses(tokens)) == set(range(1, 9))
+
+
+def test_planned_is_one_number_wherever_it_is_shown(tokens: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the plan, in what a job prints and logs, in its report and its page, and in `stageline trace`."""
+    folder = train(tokens, "metrics.timeline_freq=3").folder
+    printed = capsys.readouterr().out
+    seconds = sl.read_plan(folder / "plan.json").step_seconds
+    text = format_makespan(seconds)
+    assert f"plan      makespan {text}, bubble " in printed
+    assert {row["planned_makespan"] for row in rows(tokens)} == {seconds}
+    assert f"(plan {text})" in fit(parts_of(rows(tokens)[-1], 6, None), 200)
+    report = html.unescape((folder / "report.html").read_text())
+    assert f"where {text} was planned" in report
+    assert f"; planned {text}" in report
+    data = re.search(
+        r'<script type="application/json" id="data">(.*?)</script>', (folder / "timeline.html").read_text()
+    )
+    assert data is not None
+    page = json.loads(data[1])
+    assert (page["seconds"], page["panels"][0]["makespan"]) == (True, seconds)
+    assert command(["trace", str(folder / "timeline" / "step-00000006.json"), "--width", "200"]) == 0
+    assert f"makespan: planned {text}, measured " in capsys.readouterr().out
+    (folder / "timeline" / "planned.json").unlink()
+    assert command(["trace", str(folder / "timeline" / "step-00000006.json"), "--width", "200"]) == 0
+    out = capsys.readouterr().out
+    assert "planned" not in out
+    assert "makespan: with typical times " in out
+    assert command(["trace", str(folder / "timeline" / "step-00000006.json"), "--plan", str(folder / "plan.json")]) == 0
+    assert f"makespan: planned {text}, measured " in capsys.readouterr().out
 
 
 def test_what_a_run_leaves_behind(tokens: Path) -> None:

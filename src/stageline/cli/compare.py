@@ -10,10 +10,10 @@ from typer import Option
 from stageline.cli.options import CostOptions, DrawingOptions, ScheduleOptions, expand, load_families
 from stageline.cli.output import console, print_charts, print_json, progress, table
 from stageline.common.errors import ScheduleError
-from stageline.common.units import pluralize
+from stageline.common.units import format_size, pluralize
 from stageline.schedules.registry import families, schedule, whole
 from stageline.timeline.costs import Costs
-from stageline.timeline.draw.palette import number
+from stageline.timeline.draw.palette import OWN_UNIT, memory_unit, number, shown_time
 from stageline.timeline.draw.terminal import strip
 from stageline.timeline.simulate import simulate
 from stageline.timeline.timeline import Timeline, shown_bubble
@@ -104,26 +104,32 @@ def _row(timeline: Timeline) -> dict[str, Any]:
         "span": timeline.span,
         "span_bubble": timeline.span_bubble,
         "utilisation": timeline.utilisation,
+        "imbalance": timeline.imbalance,
         "peak_memory": list(timeline.peak_memory),
         "weight_copies": schedule.placement.directions,
     }
 
 
 def _table(timelines: list[Timeline]) -> Table:
-    columns = ("family", "makespan", "bubble", "span", "bubble", "utilisation", "peak memory", "stages", "weights")
-    grid = table(*columns, left=("family",))
+    figures = ("makespan", "bubble", "span", "bubble", "utilisation", "imbalance", "peak memory")
+    unit = memory_unit(timelines[0]) or OWN_UNIT
+    units = [] if timelines[0].in_seconds else [f"times in {OWN_UNIT}"]
+    units += [] if unit == "bytes" else [f"memory in {unit}"]
+    title = ", ".join(units) or None
+    grid = table("family", *figures, "stages", "weights", left=("family",), title=title)
     for column in grid.columns:
         column.no_wrap = True
     for timeline in timelines:
         placement = timeline.schedule.placement
         grid.add_row(
             timeline.schedule.name,
-            number(timeline.makespan),
+            shown_time(timeline, timeline.makespan),
             shown_bubble(timeline),
-            number(timeline.span),
+            shown_time(timeline, timeline.span),
             f"{timeline.span_bubble:.1%}",
             f"{timeline.utilisation or 0:.1%}",
-            number(max(timeline.peak_memory)),
+            f"{timeline.imbalance or 0:.1%}",
+            (format_size if unit == "bytes" else number)(max(timeline.peak_memory)),
             str(timeline.schedule.stages),
             f"{placement.directions}×",
         )
@@ -142,4 +148,4 @@ def _draw(timelines: list[Timeline], width: int, charts: bool) -> None:
     out.print("share of ranks that compute, on one time axis")
     for timeline in timelines:
         out.print(timeline.schedule.name.ljust(margin) + strip(timeline, columns, until))
-    out.print(" " * margin + "0" + number(until).rjust(columns - 1))
+    out.print(" " * margin + "0" + shown_time(timelines[0], until).rjust(columns - 1))

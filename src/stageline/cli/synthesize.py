@@ -16,7 +16,7 @@ from stageline.cli.output import console, print_chart, print_figures, print_json
 from stageline.common import interrupts
 from stageline.common.errors import StagelineError
 from stageline.common.units import pluralize
-from stageline.timeline.draw.palette import number
+from stageline.timeline.draw.palette import number, shown_time
 
 if TYPE_CHECKING:
     from stageline.synthesis.search import SearchProgress
@@ -175,8 +175,9 @@ def _show_curve(
 
 
 def _summary(result: Synthesis) -> Iterator[tuple[str, str]]:
-    yield "achieved", f"{result.objective} {number(result.achieved)}, found by {result.how} in {result.seconds:.1f} s"
-    yield "lower bound", f"{number(result.lower_bound)}: no schedule here takes less"
+    shown = partial(shown_time, result.timeline)
+    yield "achieved", f"{result.objective} {shown(result.achieved)}, found by {result.how} in {result.seconds:.1f} s"
+    yield "lower bound", f"{shown(result.lower_bound)}: no schedule here takes less"
     yield "gap", "0%: this is optimal" if result.gap == 0 else f"at most {result.gap:.2%} of the bound"
     name = result.best_named
     if name is None:
@@ -184,6 +185,6 @@ def _summary(result: Synthesis) -> Iterator[tuple[str, str]]:
     else:
         ratio = result.named[name] / result.achieved - 1 if result.achieved > 0 else 0.0
         comparison = f"{ratio:.1%} longer" if ratio > 1e-9 else "the same"
-        yield "best family", f"{name}: {number(result.named[name])} ({comparison})"
+        yield "best family", f"{name}: {shown(result.named[name])} ({comparison})"
     if result.was_cut:
         yield "cut short", "by time or interrupt; a longer --time-limit may find better"

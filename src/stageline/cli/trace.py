@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument
+from typer import Argument, Option
 
 from stageline.cli.options import CostOptions, DrawingOptions, expand, output_option
 from stageline.cli.output import MAX_RANKS, add_ranks, console, print_charts, print_json, save, table
+from stageline.common.files import read_text
 from stageline.timeline import draw
-from stageline.timeline.draw.palette import number
-from stageline.timeline.draw.terminal import shown_utilisation
+from stageline.timeline.draw.palette import OWN_UNIT, number, shown_time
+from stageline.timeline.draw.terminal import shown_share
 from stageline.timeline.explain import MEANINGS, Explanation, Parts, explain, slowest_transfers, typical_costs
-from stageline.timeline.io import read_timeline
+from stageline.timeline.io import PLANNED, read_timeline
 from stageline.timeline.simulate import simulate
 from stageline.timeline.timeline import NOT_ALIGNED, Timeline, shown_bubble
 
@@ -30,6 +31,10 @@ MAX_SLOW = 5
 def command(
     run: Annotated[Path, Argument(metavar="RUN", help="A file written by pipe.timeline.write(…).", show_default=False)],
     prices: CostOptions,
+    plan: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="The plan: a timeline or a plan as JSON. Default: planned.json beside RUN."),
+    ] = None,
     chrome: Annotated[
         Path | None, output_option(metavar="FILE", help="Write a trace for Perfetto or chrome://tracing.")
     ] = None,
@@ -38,33 +43,59 @@ def command(
 ) -> None:
     """Explain a measured step: where each rank's time went compared with the plan, both drawn on one time axis.
 
-    The plan is simulated with the typical times of actions and transfers in the step itself. Cost options, in the unit
-    of the file (seconds for a measured step), override them.
+    The plan is that of the run, planned.json beside the step, which its report and its pages show too; or --plan. Where
+    there is none, the step is compared with one in which every action and transfer takes its typical time. Cost
+    options, in the unit of the file (seconds for a measured step), replace these times.
 
     Examples:
-      stageline trace run.json
+      stageline trace outputs/timeline/step-200.json
+      stageline trace run.json --plan plan.json
       stageline trace run.json --forward 0.010 --transfer 0 --html run.html
     """
     measured = read_timeline(run)
     if not measured.is_aligned:
         _own_times(measured, drawing)
         return
-    planned = simulate(measured.schedule, prices.make(typical_costs(measured)))
+    typical = typical_costs(measured)
+    planned, source = _plan_of(run, plan, measured) if prices == CostOptions() else (None, "")
+    if prices != CostOptions():
+        planned, source = simulate(measured.schedule, prices.make(typical)), "the costs of the options"
     explanation = explain(planned, measured)
-    both = [planned, measured]
-    names = [f"{measured.schedule.name}, {what}" for what in ("planned", "measured")]
+    both = [explanation.planned, measured]
+    what = "planned" if explanation.has_plan else "typical"
+    names = [f"{measured.schedule.name}, {name}" for name in (what, "measured")]
     # A measured step is in seconds, and traces count in microseconds; costs have a unit of their own.
-    unit = 1e6 if measured.costs is None else 1e3
-    title = f"{measured.schedule.name}, planned and measured"
+    unit = 1e6 if measured.in_seconds else 1e3
+    title = f"{measured.schedule.name}, {what} and measured"
     drawing.save(both, title, names=names)
     save(chrome, lambda: draw.trace(both, unit, names=names), "the trace")
     if drawing.json:
-        print_json({**explanation.to_json(), "costs": planned.costs.to_json() if planned.costs else None})
+        print_json({**explanation.to_json(), "costs": typical.to_json() if planned is None else _costs_of(planned)})
         return
     out = console(drawing.width)
     print_charts(out, both, names)
     out.print()
-    _explain(out, explanation)
+    _explain(out, explanation, source)
+
+
+def _plan_of(run: Path, plan: Path | None, measured: Timeline) -> tuple[Timeline | None, str]:
+    """Return the plan of a step and where it is from; None if there is none for the schedule that ran."""
+    file = run.with_name(PLANNED) if plan is None else plan
+    if plan is None and (run.name == PLANNED or not file.is_file()):
+        return None, ""
+    if plan is not None and '"stageline-plan"' in read_text(plan, "plan")[:200]:
+        from stageline.planning.plan import read_plan
+
+        planned = read_plan(plan).timeline
+    else:
+        planned = read_timeline(file)
+    if plan is None and planned.schedule != measured.schedule:
+        return None, f"{file} is of another schedule, {planned.schedule.name}"
+    return planned, str(file)
+
+
+def _costs_of(timeline: Timeline) -> dict[str, Any] | None:
+    return None if timeline.costs is None else timeline.costs.to_json()
 
 
 def _own_times(measured: Timeline, drawing: DrawingOptions) -> None:
@@ -76,16 +107,24 @@ def _own_times(measured: Timeline, drawing: DrawingOptions) -> None:
     out.print(f"{measured.schedule.name}, measured: {NOT_ALIGNED}")
     out.print("the ranks cannot be drawn on one time axis; the times of each rank by itself:")
     for rank, busy in enumerate(measured.busy[:MAX_RANKS]):
-        out.print(f"rank {rank}: computes {_shown(measured, busy)}")
-    out.print(f"span: {_shown(measured, measured.span)}, the longest of all ranks")
+        out.print(f"rank {rank}: computes {shown_time(measured, busy)}")
+    out.print(f"span: {shown_time(measured, measured.span)}, the longest of all ranks")
 
 
-def _explain(out: Console, explanation: Explanation) -> None:
+def _explain(out: Console, explanation: Explanation, source: str) -> None:
     planned, measured, slow = explanation.planned, explanation.measured, explanation.slow
-    shown = partial(_shown, measured)
+    shown = partial(shown_time, measured)
     ratio = f" ({measured.makespan / planned.makespan:.3f} times)" if planned.makespan > 0 else ""
-    out.print(f"makespan: planned {shown(planned.makespan)}, measured {shown(measured.makespan)}{ratio}")
-    out.print(f"utilisation: planned {shown_utilisation(planned)}, measured {shown_utilisation(measured)}")
+    plan = "planned" if explanation.has_plan else "with typical times"
+    out.print(f"makespan: {plan} {shown(planned.makespan)}, measured {shown(measured.makespan)}{ratio}")
+    for name in ("utilisation", "imbalance"):
+        shares = [shown_share(getattr(timeline, name)) for timeline in (planned, measured)]
+        out.print(f"{name}: {plan} {shares[0]}, measured {shares[1]}")
+    if source or not explanation.has_plan:
+        none = "none; every action is compared with its typical time in this step"
+        out.print(f"plan: {source if explanation.has_plan else '; '.join(filter(None, [source, none]))}")
+    if not measured.in_seconds:
+        out.print(f"times are in {OWN_UNIT}")
     if measured.uncertainty:
         off, bubble = shown(measured.uncertainty), shown_bubble(measured)
         out.print(f"clocks: times of different ranks are aligned to ± {off}; measured bubble {bubble}")
@@ -110,21 +149,16 @@ def _explain(out: Console, explanation: Explanation) -> None:
 
 def _rank_table(explanation: Explanation) -> Table:
     measured = explanation.measured
-    in_seconds = measured.costs is None
-    title = f"where the time of each rank went{', ms' if in_seconds else ''}"
+    in_seconds = measured.in_seconds
+    title = f"where the time of each rank went, {'ms' if in_seconds else OWN_UNIT}"
     grid = table("rank", *Parts._fields, "step", title=title)
 
     def row(name: str, parts: Parts) -> list[str]:
         # Milliseconds with two decimal places line up; the unit of costs may have any size.
         values = (*parts, parts.total)
-        return [name, *(f"{1e3 * value:.2f}" if in_seconds else _shown(measured, value) for value in values)]
+        return [name, *(f"{1e3 * value:.2f}" if in_seconds else number(round(value, 9)) for value in values)]
 
     add_ranks(grid, [row(str(rank), parts) for rank, parts in enumerate(explanation.ranks)])
     grid.add_row(*row("mean", explanation.mean))
-    grid.add_row(*row("plan", explanation.planned_mean))
+    grid.add_row(*row("plan" if explanation.has_plan else "typical", explanation.planned_mean))
     return grid
-
-
-def _shown(timeline: Timeline, time: float) -> str:
-    """Few digits, without rounding errors: in milliseconds if it was measured, and else in the unit of the costs."""
-    return f"{number(round(1e3 * time, 9))} ms" if timeline.costs is None else number(round(time, 9))

@@ -109,6 +109,15 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds / 1e-6:.3g} µs" if seconds else "0"
 
 
+def format_makespan(seconds: float) -> str:
+    """Format the time of a step with four digits, in milliseconds below 10 seconds: the same wherever it is shown.
+
+    >>> format_makespan(0.27412), format_makespan(1.438), format_makespan(12.3456)
+    ('274.1 ms', '1438 ms', '12.35 s')
+    """
+    return f"{seconds:.4g} s" if seconds >= 10 else f"{1e3 * seconds:.4g} ms"
+
+
 def format_range(low: float, high: float) -> str:
     """Format a range of times, both in the unit of the longer one.
 

@@ -158,6 +158,7 @@ class Profile:
             message=[float(part[-1].message) for part in parts],
             transfer=transfer,
             bandwidth=bandwidth,
+            in_seconds=True,
         )
 
     def _check_stages(self, stages: Sequence[tuple[int, int]]) -> None:

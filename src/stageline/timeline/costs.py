@@ -154,11 +154,17 @@ class Costs:
     """What ranks share; by default nothing. The times of actions are those of ranks that compute alone."""
     links: Sequence[SharedLink] = ()
     """Links that transfers share; by default none. Only the time for bytes is shared, or without `bandwidth` all."""
+    in_seconds: bool = False
+    """Whether times are in seconds and sizes in bytes, as those of a profile, so that they are shown with units."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             if value is None and field.default is None:
+                continue
+            if field.name == "in_seconds":
+                if not isinstance(value, bool):
+                    raise CostError(f"in_seconds is True or False, got {shorten(value)}")
                 continue
             if shared := _SHARED.get(field.name):
                 if not isinstance(value, Sequence) or not all(isinstance(part, shared) for part in value):
@@ -178,6 +184,17 @@ class Costs:
                 raise CostError(f"bandwidth must be above 0 between any two ranks, got {shorten(self.bandwidth)}")
         if self.scale is not None and not isinstance(self.scale, Sequence | np.ndarray):
             raise CostError(f"scale is one factor per microbatch, got {shorten(self.scale)}")
+
+    @property
+    def memory_unit(self) -> str:
+        """The unit of memory: microbatches by default, else bytes if times are in seconds, and else "" (unknown).
+
+        >>> Costs().memory_unit, Costs(activation=[2e6, 1e6], in_seconds=True).memory_unit
+        ('microbatches', 'bytes')
+        """
+        if all(isinstance(size, int | float) and size <= 1 for size in (self.activation, self.residue)):
+            return "microbatches"
+        return "bytes" if self.in_seconds else ""
 
     def of(self, kind: str, stage: int = 0) -> float:
         """Return the time of an action of a stage, without the factor of its microbatch."""
@@ -315,7 +332,7 @@ _EXAMPLES = {
     "shares": "{'ranks': [0, 1], 'capacity': 1}",
     "links": "{'sources': [0], 'targets': [1], 'capacity': 1}",
 }
-_NOTHING = [*((name, 0.0) for name in SHARD_COSTS), ("shares", []), ("links", [])]
+_NOTHING = [*((name, 0.0) for name in SHARD_COSTS), ("shares", []), ("links", []), ("in_seconds", False)]
 
 
 def _is_number(value: object) -> bool:

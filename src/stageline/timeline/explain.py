@@ -88,6 +88,8 @@ class Explanation:
     """The planned step of each rank, where nothing is slow or late."""
     slow: tuple[Slow, ...]
     """The kinds of action that took longer than planned, the most expensive first."""
+    has_plan: bool = True
+    """Whether a plan was passed; else "planned" is what the step would do if every action took its typical time."""
 
     @cached_property
     def mean(self) -> Parts:
@@ -103,8 +105,13 @@ class Explanation:
         """Return plain data."""
         return {
             "schedule": self.measured.schedule.name,
+            "has_plan": self.has_plan,
             "planned_makespan": self.planned.makespan,
             "measured_makespan": self.measured.makespan,
+            "planned_utilisation": self.planned.utilisation,
+            "measured_utilisation": self.measured.utilisation,
+            "planned_imbalance": self.planned.imbalance,
+            "measured_imbalance": self.measured.imbalance,
             "uncertainty": self.measured.uncertainty,
             "ranks": [parts._asdict() for parts in self.ranks],
             "mean": self.mean._asdict(),
@@ -121,6 +128,7 @@ def explain(planned: Timeline | None, measured: Timeline) -> Explanation:
     Compute and waiting times are compared in sum for each rank and kind of action, so that faster and slower actions
     cancel out.
     """
+    has_plan = planned is not None
     if planned is None:
         planned = simulate(measured.schedule, typical_costs(measured))
     if planned.schedule != measured.schedule:
@@ -149,6 +157,7 @@ def explain(planned: Timeline | None, measured: Timeline) -> Explanation:
         ranks=_parts(compute, slow, transfer, host, peer - bubble, bubble),
         planned_ranks=_parts(planned_compute, none, planned_transfer, planned_host, none, planned_peer),
         slow=tuple(groups.slow(plan, real)),
+        has_plan=has_plan,
     )
 
 
@@ -272,6 +281,7 @@ def typical_costs(timeline: Timeline) -> Costs:
         backward=backward,
         overlap=pair if schedule.has_overlaps else None,
         transfer=_typical_transfer(timeline),
+        in_seconds=timeline.in_seconds,
     )
 
 

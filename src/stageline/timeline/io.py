@@ -22,6 +22,8 @@ from stageline.timeline.timeline import ShardTimes, Timeline, Transfers
 
 FORMAT = "stageline-timeline"
 VERSION = 1
+PLANNED = "planned.json"
+"""The plan of a run, in the folder of its measured steps: what every page and command calls planned."""
 
 OUT_OF_ORDER = 0.1
 """How early an action may start before its input was sent in a file without an uncertainty, as a share of the longest

@@ -133,6 +133,11 @@ class Timeline:
     """The machine of each rank of a measured step; empty if they are not known."""
 
     @property
+    def in_seconds(self) -> bool:
+        """Whether times are in seconds: those of a measured step, or of a plan from a profile."""
+        return self.costs is None or self.costs.in_seconds
+
+    @property
     def is_aligned(self) -> bool:
         """Whether times of different ranks can be compared; if not, there is no makespan, bubble or idle time."""
         return self.uncertainty is not None

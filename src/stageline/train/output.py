@@ -20,15 +20,16 @@ from stageline._version import __version__
 from stageline.common.errors import StagelineError
 from stageline.common.interrupts import StopSignals
 from stageline.common.machine import cores
-from stageline.common.units import format_seconds
+from stageline.common.units import format_makespan, format_seconds
 from stageline.distributed.attempts import Attempt
 from stageline.model.huggingface import own_loss
 from stageline.timeline import draw
+from stageline.timeline.io import PLANNED
 from stageline.timeline.timeline import Timeline
 from stageline.train.events import Logs, read_metrics
 from stageline.train.generation import Sampling, generate
 from stageline.train.model_flops import flops_per_token, peak_flops
-from stageline.train.run_folder import ENVIRONMENT, METRICS, PLANNED, SAMPLE, TIMELINE_PAGE, TIMELINES, timeline_file
+from stageline.train.run_folder import ENVIRONMENT, METRICS, SAMPLE, TIMELINE_PAGE, TIMELINES, timeline_file
 from stageline.train.screen import WARM_UP, put
 from stageline.train.setup import Setup
 from stageline.train.step import StepResult
@@ -114,6 +115,9 @@ class Output:
         put(f"ranks     {layout}")
         stages = f"{schedule.stages} stage{'s' if schedule.stages > 1 else ''}"
         put(f"schedule  {schedule.name}{best}: {stages}, {schedule.microbatches} microbatches")
+        noisy = f"; its profile is noisy, so it may be off by {setup.choice.uncertainty:.0%}"
+        makespan = f"makespan {format_makespan(self._planned.makespan)}, bubble {self._planned.bubble or 0:.1%}"
+        put(f"plan      {makespan}{noisy if setup.choice.is_noisy else ''}")
         put(f"folder    {folder.path}")
 
     def step(self, step: int, result: StepResult, rate: float, seconds: float) -> None:

@@ -14,7 +14,7 @@ from stageline.train.config.io import FIXED, FREE, WARN, differences, read_confi
 
 CONFIG, ENVIRONMENT, METRICS, LOCK = "config.toml", "environment.json", "metrics.jsonl", "lock"
 PROFILE, PLAN, CHOICE = "profile.json", "plan.json", "choice.json"
-TIMELINES, PLANNED, TIMELINE_PAGE = "timeline", "planned.json", "timeline.html"
+TIMELINES, TIMELINE_PAGE = "timeline", "timeline.html"
 SAMPLE, REPORT, ADAPTER = "sample.txt", "report.html", "adapter"
 FLIGHT = "flight"
 """The folder of flight records, which a failure may write before there is a run."""

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from stageline.common.checked_json import number_or_none
-from stageline.common.units import format_clock, format_count, format_loss, format_percent, format_size
+from stageline.common.units import format_clock, format_count, format_loss, format_makespan, format_percent, format_size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -209,14 +209,16 @@ def parts_of(row: Mapping[str, Any], total: int, left: float | None, taken: floa
     """Return the parts of the progress line; `left` is the remaining time, `taken` the time of a finished run.
 
     >>> row = {"event": "step", "step": 12, "loss": 2.31, "tokens_per_s": 15234.0, "bubble": 0.21,
-    ...        "planned_bubble": 0.18, "memory": 1288490189}
+    ...        "planned_bubble": 0.18, "memory": 1288490189, "makespan": 0.363, "planned_makespan": 0.34}
     >>> fit(parts_of(row, total=300, left=151.0), 80)
     ' 12/300  loss 2.3100  15.2k tok/s  bubble 21% (plan 18%)  1.2 GiB  2:31 left'
+    >>> fit(parts_of(row, total=300, left=151.0), 120)[22:85]
+    '15.2k tok/s  makespan 363 ms (plan 340 ms)  bubble 21% (plan 18%)'
     >>> fit(parts_of(row, total=300, left=151.0), 40)
     ' 12/300  loss 2.3100  2:31 left'
     """
     parts = [Part(f"{row['step']:>{len(str(total))}}/{total}", 9, "bold")]
-    names = ("loss", "tokens_per_s", "mfu", "bubble", "planned_bubble", "memory")
+    names = ("loss", "tokens_per_s", "mfu", "makespan", "planned_makespan", "bubble", "planned_bubble", "memory")
     values = {name: number_or_none(row.get(name)) for name in names}
     if values["loss"] is not None:
         finite = math.isfinite(values["loss"])
@@ -227,6 +229,10 @@ def parts_of(row: Mapping[str, Any], total: int, left: float | None, taken: floa
         parts.append(Part(f"{format_count(values['tokens_per_s'])} tok/s", 4))
     if values["mfu"] is not None:
         parts.append(Part(f"MFU {format_percent(values['mfu'])}", 4))
+    if values["makespan"] is not None:
+        parts.append(Part(f"makespan {format_makespan(values['makespan'])}", 1))
+        if values["planned_makespan"] is not None:
+            parts.append(Part(f"(plan {format_makespan(values['planned_makespan'])})", 0, "dim"))
     if values["bubble"] is not None:
         parts.append(Part(f"bubble {format_percent(values['bubble'])}", 5))
     if values["planned_bubble"] is not None:

@@ -12,7 +12,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stageline.timeline.draw.palette import LOOKS, SHARD_LOOKS, boxes_of, shard_boxes
+from stageline.common.units import format_size
+from stageline.timeline.draw.palette import (
+    LOOKS,
+    OWN_UNIT,
+    SHARD_LOOKS,
+    boxes_of,
+    memory_unit,
+    number,
+    shard_boxes,
+    shown_memory,
+    time_scale,
+)
 from stageline.timeline.idle import Idle
 from stageline.timeline.timeline import Timeline
 
@@ -32,8 +43,8 @@ def html(
     """Render one timeline, or several on one time axis, as a self-contained page.
 
     `names` are the headings, by default the names of the schedules. With `seconds`, times are in seconds and the memory
-    of costs in bytes; by default, this is so if one of the steps was measured. `before` is HTML that stands before the
-    chart.
+    of costs in bytes; by default, this is so if one of the steps was measured or the costs say so. `before` is HTML that
+    stands before the chart.
 
     >>> import stageline as sl
     >>> page = html(sl.simulate(sl.schedule("zb-v", ranks=2, microbatches=4)))
@@ -44,9 +55,10 @@ def html(
     end = max((timeline.makespan for timeline in panels), default=0.0) or 1.0
     titles = [timeline.schedule.name for timeline in panels] if names is None else names
     if seconds is None:
-        seconds = any(timeline.costs is None for timeline in panels)
+        seconds = bool(time_scale(panels)[1])
     data = {
         "seconds": seconds,
+        "unit": OWN_UNIT,
         "until": end,
         "step": end / RESOLUTION,
         "looks": [[letter, look.meaning, look.fill, look.pale, look.ink] for letter, look in LOOKS.items()],
@@ -68,6 +80,7 @@ def _panel(timeline: Timeline, name: str, end_time: float) -> dict[str, Any]:
     start = np.rint((timeline.start[boxes.first] - timeline.first_start) / end_time * RESOLUTION).astype(np.int64)
     end = np.rint((timeline.end[boxes.first] - timeline.first_start) / end_time * RESOLUTION).astype(np.int64)
     pairs = np.flatnonzero(boxes.letter == "&")
+    in_bytes = memory_unit(timeline) == "bytes"
     ranks = []
     for rank in range(schedule.ranks):
         on_rank = boxes.rank == rank
@@ -80,7 +93,7 @@ def _panel(timeline: Timeline, name: str, end_time: float) -> dict[str, Any]:
                 "gap": (start[on_rank] - previous_end).tolist(),
                 "time": (end[on_rank] - start[on_rank]).tolist(),
                 "idle": [round(part, 6) for part in timeline.idle[rank]],
-                "peak": timeline.peak_memory[rank],
+                "peak": (format_size if in_bytes else number)(timeline.peak_memory[rank]),
             }
         )
     second = boxes.first[pairs] + 1
@@ -89,7 +102,8 @@ def _panel(timeline: Timeline, name: str, end_time: float) -> dict[str, Any]:
     return {
         "shards": shards,
         "name": name,
-        "bytes": timeline.costs is not None,
+        "memory": shown_memory(timeline),
+        "memoryUnit": "" if in_bytes else memory_unit(timeline) or OWN_UNIT,
         "stages": schedule.stages,
         "microbatches": schedule.microbatches,
         "makespan": timeline.makespan,

@@ -6,12 +6,14 @@ to W in even steps, so the kinds also differ in greyscale. Every renderer writes
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stageline.common.units import format_makespan, format_size
 from stageline.schedules.action import KINDS
 from stageline.schedules.schedule import Schedule
 
@@ -119,14 +121,59 @@ def number(value: float) -> str:
     return f"{value:.0f}" if value == int(value) and abs(value) < 1e15 else f"{value:.4g}"
 
 
-def summary(values: tuple[float, ...]) -> str:
+def summary(values: tuple[float, ...], show: Callable[[float], str] = number) -> str:
     """Format one value per rank briefly.
 
     >>> summary((4.0, 3.0, 2.0)), summary((2.0, 2.0))
     ('4 3 2', '2 on every rank')
     """
     if len(set(values)) == 1:
-        return f"{number(values[0])} on every rank"
+        return f"{show(values[0])} on every rank"
     if len(values) <= 16:
-        return " ".join(number(value) for value in values)
-    return f"{number(min(values))} to {number(max(values))}"
+        return ("  " if show is not number else " ").join(show(value) for value in values)
+    return f"{show(min(values))} to {show(max(values))}"
+
+
+OWN_UNIT = "units of the costs"
+"""The unit of times that are not in seconds."""
+
+
+def time_scale(timelines: Sequence[Timeline]) -> tuple[float, str]:
+    """Return the factor and the unit in which times on one axis are shown.
+
+    >>> import stageline as sl
+    >>> time_scale([sl.simulate(sl.schedule("1f1b", ranks=1, microbatches=1), sl.Costs(in_seconds=True))])
+    (1000.0, 'ms')
+    """
+    measured = any(timeline.costs is None for timeline in timelines)  # a plan beside it is in seconds, too
+    if not timelines or not (measured or all(timeline.in_seconds for timeline in timelines)):
+        return 1.0, ""
+    longest = max(timeline.makespan if timeline.is_aligned else timeline.span for timeline in timelines)
+    return (1.0, "s") if longest >= 10 else (1e3, "ms")
+
+
+def shown_time(timeline: Timeline, time: float) -> str:
+    """Return a time of a timeline with its unit; without one, if it is in units of the costs."""
+    return format_makespan(round(time, 12)) if timeline.in_seconds else number(round(time, 9))
+
+
+def memory_unit(timeline: Timeline) -> str:
+    """Return the unit of a timeline's memory; a measured step knows how many microbatches a rank holds."""
+    return "microbatches" if timeline.costs is None else timeline.costs.memory_unit
+
+
+def shown_memory(timeline: Timeline) -> str:
+    """Return the peak memory of all ranks with its unit.
+
+    >>> import stageline as sl
+    >>> s = sl.schedule("1f1b", ranks=2, microbatches=2)
+    >>> shown_memory(sl.simulate(s)), shown_memory(sl.simulate(s, sl.Costs(activation=3e6, in_seconds=True)))
+    ('2 1 microbatches', '5.72 MiB  2.86 MiB')
+    """
+    unit, peak = memory_unit(timeline), timeline.peak_memory
+    if unit == "bytes":
+        return summary(peak, format_size)
+    if unit:
+        every = " on every rank" if len(set(peak)) == 1 else ""
+        return f"{summary(peak).removesuffix(' on every rank')} {unit}{every}"
+    return f"{summary(peak)}, in {OWN_UNIT}"

@@ -19,7 +19,9 @@ from stageline.timeline.draw.palette import (
     label_of,
     number,
     shard_boxes,
-    summary,
+    shown_memory,
+    shown_time,
+    time_scale,
 )
 from stageline.timeline.timeline import Timeline, shown_bubble
 
@@ -49,7 +51,7 @@ def svg(timelines: Timeline | Sequence[Timeline], width: int = 1000, *, names: S
     for timeline, title in zip(panels, titles, strict=True):
         parts.append(_panel(timeline, title, top, scale))
         top += HEAD + timeline.schedule.ranks * (ROW + GAP) + 10
-    parts.append(_axis(end, scale, top))
+    parts.append(_axis(end, scale, top, *time_scale(panels)))
     letters = {letter for timeline in panels for letter in boxes_of(timeline.schedule).letter.tolist()}
     two_chunks = any(bool(boxes_of(timeline.schedule).odd.any()) for timeline in panels)
     letters |= {box.letter for timeline in panels for box in shard_boxes(timeline)}
@@ -87,10 +89,12 @@ def _shards(timeline: Timeline, top: int, scale: float) -> list[str]:
 def _panel(timeline: Timeline, title: str, top: int, scale: float) -> str:
     schedule = timeline.schedule
     boxes = boxes_of(schedule)
+    uneven = f"imbalance {timeline.imbalance:.1%}, " if (timeline.imbalance or 0) >= 0.0005 else ""
     figures = (
-        f"makespan {number(timeline.makespan)} (bubble {shown_bubble(timeline)}), span {number(timeline.span)} "
-        f"(bubble {timeline.span_bubble:.1%}), utilisation {timeline.utilisation or 0:.1%}, "
-        f"peak memory {summary(timeline.peak_memory)}"
+        f"makespan {shown_time(timeline, timeline.makespan)} (bubble {shown_bubble(timeline)}), "
+        f"span {shown_time(timeline, timeline.span)} (bubble {timeline.span_bubble:.1%}), "
+        f"utilisation {timeline.utilisation or 0:.1%}, {uneven}"
+        f"peak memory {shown_memory(timeline)}"
     )
     name = f"{title}, {pluralize(schedule.ranks, 'rank')}, {pluralize(schedule.microbatches, 'microbatch')}"
     parts = [
@@ -116,7 +120,8 @@ def _panel(timeline: Timeline, title: str, top: int, scale: float) -> str:
             first, letter = int(boxes.first[box]), str(boxes.letter[box])
             look = order.index(letter)
             label = label_of(schedule, first, letter)
-            times = f"{number(float(timeline.start[first]))} to {number(float(timeline.end[first]))}"
+            ends = (float(times[first]) - timeline.first_start for times in (timeline.start, timeline.end))
+            times = " to ".join(shown_time(timeline, time) for time in ends)
             tooltip = escape(f"{label}, stage {schedule.stage_ids[first]}: {times}")
             parts.append(
                 f'<rect class="{"p" if boxes.odd[box] else "k"}{look}" x="{x:.2f}" y="{y}" width="{box_width:.2f}" '
@@ -145,11 +150,13 @@ def _outlines(boxes: Boxes, start: Floats, length: Floats, row: Ints) -> list[st
     return paths
 
 
-def _axis(end: float, scale: float, top: int) -> str:
+def _axis(end: float, scale: float, top: int, factor: float, unit: str) -> str:
     right = LEFT + end * scale
     parts = [f'<path d="M{LEFT} {top}H{right:.2f}" stroke="#888" fill="none"/>']
-    for tick in ticks(end):
-        x = LEFT + tick * scale
+    title = f"time, {unit}" if unit else "time"
+    parts.append(f'<text class="s" x="{LEFT - 8}" y="{top + 18}" text-anchor="end">{title}</text>')
+    for tick in ticks(factor * end):
+        x = LEFT + tick / factor * scale
         parts.append(f'<path d="M{x:.2f} {top}v5" stroke="#888" fill="none"/>')
         parts.append(f'<text class="s" x="{x:.2f}" y="{top + 18}" text-anchor="middle">{number(tick)}</text>')
     return "\n".join(parts)

@@ -12,13 +12,14 @@ from numpy.typing import NDArray
 from stageline.schedules.dependencies import Ints
 from stageline.timeline.draw.palette import (
     LOOKS,
+    OWN_UNIT,
     SHARD_LOOKS,
     Boxes,
     boxes_of,
     label_of,
-    number,
     shard_boxes,
-    summary,
+    shown_memory,
+    shown_time,
 )
 from stageline.timeline.timeline import Timeline, shown_bubble
 
@@ -197,23 +198,22 @@ def legend(timelines: Sequence[Timeline], width: int = 100) -> list[list[Segment
 
 def figures(timeline: Timeline) -> list[str]:
     """Return the lines below a chart: times, bubbles and memory."""
-    peak = timeline.peak_memory
-    clocks = [f"clocks of the ranks agree within {number(timeline.uncertainty)}"] if timeline.uncertainty else []
+    makespan, span = (shown_time(timeline, time) for time in (timeline.makespan, timeline.span))
+    clocks = shown_time(timeline, timeline.uncertainty or 0.0)
     return [
-        f"makespan {number(timeline.makespan)}  bubble {shown_bubble(timeline)}   first start to last end, all ranks",
-        f"span     {number(timeline.span)}  bubble {timeline.span_bubble:.1%}   the longest of any one rank",
-        f"utilisation {shown_utilisation(timeline)}",
-        f"peak memory {summary(peak)}",
-        *clocks,
+        f"makespan {makespan}  bubble {shown_bubble(timeline)}   first start to last end, all ranks",
+        f"span     {span}  bubble {timeline.span_bubble:.1%}   the longest of any one rank",
+        f"utilisation {shown_share(timeline.utilisation)}",
+        f"imbalance {shown_share(timeline.imbalance)}   idle beside the busiest rank",
+        f"peak memory {shown_memory(timeline)}",
+        *([f"clocks of the ranks agree within {clocks}"] if timeline.uncertainty else []),
+        *([] if timeline.in_seconds else [f"times are in {OWN_UNIT}"]),
     ]
 
 
-def shown_utilisation(timeline: Timeline) -> str:
-    """Return the utilisation as text, and what unequal ranks cost."""
-    if timeline.utilisation is None or timeline.imbalance is None:
-        return "unknown: clocks not aligned"
-    uneven = f"   {timeline.imbalance:.1%} idle beside the busiest rank" if timeline.imbalance >= 0.0005 else ""
-    return f"{timeline.utilisation:.1%}{uneven}"
+def shown_share(share: float | None) -> str:
+    """Return a share of ranks × makespan as text."""
+    return "unknown: clocks not aligned" if share is None else f"{share:.1%}"
 
 
 def text(timeline: Timeline, width: int = 100) -> str:
@@ -228,7 +228,9 @@ def text(timeline: Timeline, width: int = 100) -> str:
     makespan 12  bubble 25.0%   first start to last end, all ranks
     span     12  bubble 25.0%   the longest of any one rank
     utilisation 75.0%
-    peak memory 2 1
+    imbalance 0.0%   idle beside the busiest rank
+    peak memory 2 1 microbatches
+    times are in units of the costs
     """
     drawn = ["".join(segment.text for segment in line) for line in chart(timeline, width)]
     key = ["".join(segment.text for segment in line) for line in legend([timeline], width)]

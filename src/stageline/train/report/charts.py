@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stageline.common.checked_json import number_or_none
-from stageline.common.units import format_count, format_loss, format_percent, format_size
+from stageline.common.units import format_count, format_loss, format_percent, format_seconds, format_size
 from stageline.train.events import Row
 
 NUM_BINS = 300
@@ -51,6 +51,7 @@ class Chart:
 FORMATS: dict[str, Callable[[float], str]] = {
     "loss": format_loss,
     "count": format_count,
+    "time": format_seconds,
     "share": lambda value: format_percent(value, 1),
     "size": partial(format_size, fixed=True),
     "number": lambda value: f"{value:.3g}",

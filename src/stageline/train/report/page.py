@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Any
 from stageline.common.checked_json import number_or_none
 from stageline.common.errors import StagelineError
 from stageline.common.files import write_text
-from stageline.common.units import format_clock, format_count, format_duration, format_loss, format_percent, format_size
+from stageline.common.units import (
+    format_clock,
+    format_count,
+    format_duration,
+    format_loss,
+    format_makespan,
+    format_percent,
+    format_size,
+)
+from stageline.timeline.draw.palette import OWN_UNIT
 from stageline.train.config.config import Config
 from stageline.train.report.charts import Chart, Line, Series, draw, step_axis
 from stageline.train.report.ranks import attribution, timelines
@@ -101,7 +110,7 @@ def _sections(run: Run) -> Iterator[str]:
         yield f"<section>{_plan_of(run.plan)}</section>"
     both = timelines(run)
     if both:
-        seconds = ", in seconds" if run.measured is not None and run.measured.costs is None else ""
+        seconds = "" if run.measured is None or run.measured.in_seconds else f", in {OWN_UNIT}"
         yield f"<section><h2>Timeline, planned and measured{seconds}</h2>{both}</section>"
     if run.history.of("recovery"):
         yield f"<section><h2>Recoveries</h2>{_recoveries(run)}</section>"
@@ -131,12 +140,15 @@ def charts_of(run: Run) -> list[Chart]:
         return (Line(label, series, "thin"), Line("smoothed", series.smoothed(), "strong"), *others)
 
     validation = Line("validation", Series.of(run.history.of("validation"), "loss"), "points")
-    planned = Line("planned", Series.of(rows, "planned_bubble"), "plan")
+    planned, planned_time = (
+        Line("planned", Series.of(rows, name), "plan") for name in ("planned_bubble", "planned_makespan")
+    )
     return [
         Chart("Loss", "loss", with_smoothed("loss", "training", validation), skewed=True),
         Chart("Learning rate", "number", single("lr"), zero=True),
         Chart("Gradient norm", "number", single("grad_norm"), skewed=True),
         Chart("Tokens per second", "count", with_smoothed("tokens_per_s", "each step"), zero=True),
+        Chart("Makespan", "time", with_smoothed("makespan", "measured", planned_time), zero=True),
         Chart("Bubble of the makespan", "share", with_smoothed("bubble", "measured", planned), zero=True),
         Chart("Memory", "size", single("memory"), zero=True),
         Chart("Loss scale", "count", single("scale"), skewed=True),
@@ -319,6 +331,11 @@ def key_figures(run: Run) -> Iterator[tuple[str, str, str]]:
     mfu = Series.of(rows, "mfu").median(WARM_UP)
     if mfu is not None:
         yield "MFU", format_percent(mfu, 1), "median; the model's FLOPs as a share of the peak"
+    makespan = Series.of(rows, "makespan").median(WARM_UP)
+    if makespan is not None:
+        times = Series.of(rows, "planned_makespan").finite
+        plan = f"; planned {format_makespan(float(times[-1]))}" if len(times) else ""
+        yield "Makespan", format_makespan(makespan), f"median{plan}"
     bubble, planned = (Series.of(rows, name).median(WARM_UP) for name in ("bubble", "planned_bubble"))
     if bubble is not None:
         plan = "" if planned is None else f"; planned {format_percent(planned, 1)}"

@@ -7,10 +7,13 @@ from html import escape
 
 from stageline.common.units import format_size
 from stageline.timeline import draw
+from stageline.timeline.draw.palette import OWN_UNIT, shown_time, time_scale
+from stageline.timeline.draw.terminal import shown_share
 from stageline.timeline.explain import MEANINGS, Explanation, Parts, explain, slowest_transfers
+from stageline.timeline.io import PLANNED
 from stageline.timeline.timeline import Timeline
 from stageline.train.report.run import Run
-from stageline.train.run_folder import PLANNED, TIMELINES, timeline_file
+from stageline.train.run_folder import TIMELINES, timeline_file
 
 MAX_RANKS, MAX_SLOW = 64, 5
 MAX_TIMELINE_SIZE = 200_000
@@ -22,12 +25,14 @@ def attribution(run: Run) -> str:
     if run.measured is None:
         return '<p class="soft">There is no measured timeline yet; see metrics.timeline_freq.</p>'
     explanation = explain(run.planned, run.measured)
-    scale, unit = (1.0, "") if run.measured.costs else (1e3, " ms") if run.measured.makespan < 10 else (1.0, " s")
+    scale, name = time_scale([explanation.planned, run.measured])
+    unit = f" {name}" if name else ""
     longest = max(explanation.measured.makespan, explanation.planned.makespan) or 1.0
     rows = list(_rows(explanation))
     return "".join(
         [
             f"<p>{escape(_sentence(run, explanation, scale, unit))}</p>",
+            f"<p>{escape(_shares(explanation))}</p>",
             '<div class="legend">',
             *(f'<span title="{MEANINGS[name]}"><i class="{name}"></i>{name}</span>' for name in Parts._fields),
             '</div><div class="bars">',
@@ -51,9 +56,19 @@ def _sentence(run: Run, explanation: Explanation, scale: float, unit: str) -> st
     }
     order = sorted(excess, key=lambda name: -excess[name])
     largest = ", ".join(f"{name} {_short(excess[name] * scale)}{unit}" for name in order)
-    took = f"Step {run.measured_step} took {_short(measured * scale)}{unit}"
-    sentence = f"{took} where {_short(plan * scale)}{unit} {source}{times}."
+    took = f"Step {run.measured_step} took {shown_time(explanation.measured, measured)}"
+    sentence = f"{took} where {shown_time(explanation.measured, plan)} {source}{times}."
     return f"{sentence} Beyond the plan, on average over the ranks: {largest}." if largest else sentence
+
+
+def _shares(explanation: Explanation) -> str:
+    """Return how much of ranks × makespan was used, and what unequal ranks cost."""
+    plan = "planned" if explanation.has_plan else "with typical times"
+    texts = []
+    for name in ("utilisation", "imbalance"):
+        measured, planned = (shown_share(getattr(step, name)) for step in (explanation.measured, explanation.planned))
+        texts.append(f"{name.capitalize()} {measured}, {plan} {planned}.")
+    return f"{' '.join(texts)} Imbalance is the share in which ranks idle because the busiest one has more work."
 
 
 def _rows(explanation: Explanation) -> Iterator[tuple[str, Parts | None]]:
@@ -65,7 +80,7 @@ def _rows(explanation: Explanation) -> Iterator[tuple[str, Parts | None]]:
             continue
         yield f"rank {rank}", parts
     yield "mean", explanation.mean
-    yield "plan", explanation.planned_mean
+    yield "plan" if explanation.has_plan else "typical", explanation.planned_mean
 
 
 def _bar(name: str, parts: Parts | None, longest: float, scale: float, unit: str) -> str:
@@ -101,7 +116,7 @@ def _table(rows: list[tuple[str, Parts | None]], scale: float, unit: str) -> str
         body.append(f'<tr><th scope="row">{name}</th>{cells}</tr>')
     meanings = "".join(f"<dt>{name}</dt><dd>{meaning}</dd>" for name, meaning in MEANINGS.items())
     return (
-        f'<div class="wide"><table><thead><tr><th scope="col">{unit.strip()}</th>{head}</tr></thead>'
+        f'<div class="wide"><table><thead><tr><th scope="col">{unit.strip() or OWN_UNIT}</th>{head}</tr></thead>'
         f"<tbody>{''.join(body)}</tbody></table></div>"
         f"<details><summary>what the parts mean</summary><dl>{meanings}</dl></details>"
     )
@@ -141,7 +156,8 @@ def timelines(run: Run) -> str:
     visible: dict[str, Timeline] = {}
     if run.measured is not None:
         planned = run.planned or explain(None, run.measured).planned
-        visible = {"planned": planned, f"measured, step {run.measured_step}": run.measured}
+        first = "planned" if run.planned is not None else "typical times"
+        visible = {first: planned, f"measured, step {run.measured_step}": run.measured}
     elif run.planned is not None:
         visible = {"planned": run.planned}
     in_seconds = run.measured is None or run.measured.costs is None

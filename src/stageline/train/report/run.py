@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from stageline.common.checked_json import convert, parse_json
 from stageline.common.errors import JsonError, StagelineError, shorten
-from stageline.timeline.io import read_timeline
+from stageline.timeline.io import PLANNED, read_timeline
 from stageline.timeline.timeline import NOT_ALIGNED, Timeline
 from stageline.train.events import History, Row, read_metrics
-from stageline.train.run_folder import CONFIG, ENVIRONMENT, METRICS, PLAN, PLANNED, SAMPLE, TIMELINES, timeline_step
+from stageline.train.run_folder import CONFIG, ENVIRONMENT, METRICS, PLAN, SAMPLE, TIMELINES, timeline_step
 
 if TYPE_CHECKING:
     from stageline.planning.plan import Plan
