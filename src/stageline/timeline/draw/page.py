@@ -43,8 +43,8 @@ def html(
     """Render one timeline, or several on one time axis, as a self-contained page.
 
     `names` are the headings, by default the names of the schedules. With `seconds`, times are in seconds and the memory
-    of costs in bytes; by default, this is so if one of the steps was measured or the costs say so. `before` is HTML that
-    stands before the chart.
+    of costs in bytes; by default, this is so if one of the steps was measured or the costs say so. `before` is HTML
+    that stands before the chart.
 
     >>> import stageline as sl
     >>> page = html(sl.simulate(sl.schedule("zb-v", ranks=2, microbatches=4)))
