@@ -260,7 +260,7 @@ def profile_from(units: list[dict[str, Any]]) -> sl.Profile:
     return profile_of(*(layer(f"layers.{number}", **unit) for number, unit in enumerate(units)))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(profiles, rates, rates, st.floats(0, 0.1), st.sampled_from(["default", "always"]))
 def test_the_chosen_mesh_is_the_best_and_equals_its_direct_plan(
     units: list[dict[str, Any]], slow: float, fast: float, latency: float, policy: str
@@ -280,7 +280,7 @@ def test_the_chosen_mesh_is_the_best_and_equals_its_direct_plan(
         assert alone.step_seconds == other.seconds if other.simulated else alone.step_seconds >= other.seconds - 1e-9
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     profiles, rates, st.floats(1, 10), st.floats(0, 0.1), st.sampled_from(["default", "always"]),
     st.sampled_from(["pp", "dp_replicate", "dp_shard", "tp"]), st.sampled_from(["1f1b", "gpipe", "interleaved"]),
