@@ -31,7 +31,7 @@ def make_gpt() -> GPT:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
-    sizes = ("training.seq_len=16", "model.dim=16", "model.n_layers=4", "model.n_heads=2")
+    sizes = ("training.seq_len=16", "model.dim=16", "model.n_layers=4", "model.n_heads=2", "model.tokenizer_path=bytes")
     config = Config.read(None, *sizes, f"job.dump_folder={folder}", "sample.prompt=class ")
     (folder / "config.toml").write_text(config.to_toml())
     with Writer(folder / "checkpoint") as writer:
@@ -69,6 +69,7 @@ def test_the_prompt_of_the_run_and_one_checkpoint(trained: Path, capsys: Capture
         ("run", "--top-p 1.5", "--top-p is 1.5; it must be above 0 and at most 1"),
         ("run", "--top-k -1", "--top-k is -1; it must be at least 1"),
         ("run", "--temperature -1", "--temperature is -1.0; it must be at least 0"),
+        ("run", "-p 1 --tokenizer python", "the tokenizer python has 1,024 tokens, and the model of"),
         ("run", "--step 7 -p 1", "has no checkpoint of step 7; it has 3"),
         ("run/nothing", "", "nothing does not exist; expected the folder of a run"),
         ("empty", "", "empty has no checkpoint in"),

@@ -138,7 +138,14 @@ def _tokenizer(name: str, config: Config, checkpoint: Checkpoint) -> Tokenizer:
 def _vocabulary(checkpoint: Checkpoint, tokenizer: Tokenizer) -> int:
     """Return the size of the vocabulary that the built-in GPT was trained with, or that of the tokenizer."""
     embedding = checkpoint.manifest.model.get("tokens.weight")
-    return embedding.shape[0] if embedding is not None else tokenizer.size
+    if embedding is None:
+        return tokenizer.size
+    if tokenizer.size > embedding.shape[0]:
+        raise StagelineError(
+            f"the tokenizer {tokenizer.name} has {tokenizer.size:,} tokens, and the model of {checkpoint.path} knows "
+            f"{embedding.shape[0]:,}; pass the tokenizer that it was trained with as --tokenizer"
+        )
+    return embedding.shape[0]
 
 
 def _pipeline(config: Config, layout: JobLayout, task: Task, checkpoint: Checkpoint) -> Pipeline:
