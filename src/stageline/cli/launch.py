@@ -70,6 +70,8 @@ def command(
     if not module and not Path(script).is_file():
         near = nearest(script, [path.name for path in Path().glob("*.py")])
         raise StagelineError(f"there is no file {script}{near}; to run a module, use -m")
+    if logs is not None and logs.exists() and not logs.is_dir():
+        raise StagelineError(f"--logs is {logs}, which is a file; it is a folder for the output of the ranks")
     if nnodes > 1 and launcher != "processes":
         raise StagelineError(f"--nnodes is for the launcher processes, and --launcher is {launcher}")
     chosen: Any = find_launcher(launcher) if launcher != "processes" else ProcessLauncher(logs=logs)

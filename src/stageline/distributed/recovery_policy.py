@@ -29,6 +29,11 @@ class Recovery:
                 raise StagelineError(f"{name} is a whole number, at least 0; got {shorten(value)}")
         for error in action_errors(self.on_loss):
             raise StagelineError(f"on_loss {error}")
+        if self.spares and not self.max_restarts:
+            raise StagelineError(
+                f"spares is {self.spares}, and they take the place of lost ranks only if max_restarts is above 0; "
+                "it is 0"
+            )
 
     @property
     def enabled(self) -> bool:

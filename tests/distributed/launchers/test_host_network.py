@@ -52,10 +52,12 @@ class Fleet:
     def __init__(self) -> None:
         self.port, self._stack = free_port(), ExitStack()
 
-    def start(self, number: int, count: int = 3, secret: str = SECRET, timeout: float = 20.0) -> HostNetwork:
+    def start(
+        self, number: int, count: int = 3, secret: str = SECRET, timeout: float = 20.0, recovery: str = ""
+    ) -> HostNetwork:
         place = HostPlace(count, number, "127.0.0.1", self.port, timeout)
         facts = {"ranks": 1, "spares": number, "store": 1000 + number}
-        return self._stack.enter_context(HostNetwork(place, secret, facts))
+        return self._stack.enter_context(HostNetwork(place, secret, facts, recovery))
 
     def close(self) -> None:
         self._stack.close()
@@ -100,6 +102,7 @@ def test_of_two_hosts_the_first_continues(fleet: Fleet) -> None:
     ("options", "error"),
     [
         ({"secret": "another secret of that length"}, "it has another secret"),
+        ({"recovery": "--max-restarts 1"}, "it has --max-restarts 1, and host 0 has "),
         ({"count": 3}, "it has --nnodes 3, and host 0 has 2"),
     ],
 )
@@ -133,6 +136,7 @@ def test_a_host_that_does_not_start_is_named(fleet: Fleet, monkeypatch: pytest.M
         (["--nnodes", "2"], "several hosts need --master-addr"),
         (["--nnodes", "2", "--node-rank", "2", "--master-addr", "10.0.0.1"], "--node-rank is from 0 to 1"),
         (["--node-rank", "1"], "set --nnodes to their number"),
+        (["--logs", "script.py"], "--logs is script.py, which is a file"),
         (["-n", "0"], "-n 0 is for a host of several"),
         (["--nnodes", "2", "--master-addr", "10.0.0.1", "--launcher", "ray"], "--nnodes is for the launcher processes"),
         (["--nnodes", "2", "--master-addr", "10.0.0.1"], "need a secret to trust each other: set STAGELINE_SECRET"),
@@ -142,9 +146,9 @@ def test_options_that_do_not_fit_are_refused(
     words: list[str], error: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("STAGELINE_SECRET", raising=False)
-    script = tmp_path / "script.py"
-    script.touch()
-    assert run(["launch", *words, str(script)]) == 2
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").touch()
+    assert run(["launch", *words, "script.py"]) == 2
     assert error in " ".join(capfd.readouterr().err.split())
 
 

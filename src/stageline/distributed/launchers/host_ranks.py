@@ -62,10 +62,11 @@ class HostLauncher:
         store = TCPStore(
             "127.0.0.1", port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
         )
+        policy = f"--max-restarts {job.recovery.max_restarts} --on-loss {','.join(job.recovery.on_loss)}"
         facts = {"ranks": job.processes, "spares": job.recovery.spares, "store": port}
         with (
             job_folder() as folder,
-            HostNetwork(self._place, secret, facts) as network,
+            HostNetwork(self._place, secret, facts, policy) as network,
         ):
             network.meet()
             self.ranks = seats = sum(entry.ranks for entry in network.table.values())

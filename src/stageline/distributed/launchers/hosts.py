@@ -112,10 +112,11 @@ class _Link:
 class HostNetwork:
     """The connections of this launcher to those of the other hosts. Threads keep them; the launcher reads what is new.
 
-    `facts` are the ranks, the spares and the port of the store of this host.
+    `facts` are the ranks, the spares and the port of the store of this host; `recovery` are options that must be the
+    same on all hosts.
     """
 
-    def __init__(self, place: HostPlace, secret: str, facts: Mapping[str, int]) -> None:
+    def __init__(self, place: HostPlace, secret: str, facts: Mapping[str, int], recovery: str = "") -> None:
         self.place, self.number, self._secret = place, place.number, secret
         self.status: Mapping[str, Any] = {}
         """What this launcher tells all others."""
@@ -140,8 +141,8 @@ class HostNetwork:
         self._changed, self._lock = threading.Event(), threading.RLock()
         self._closed = False
         self._listener = listen_anywhere(place.port if place.number == 0 else 0)
-        self._facts = {**facts, "launcher": place.number, "hosts": place.count, "torch": torch.__version__}
-        self._facts["port"] = self._listener.getsockname()[1]
+        self._facts = {**facts, "launcher": place.number, "hosts": place.count, "port": self._listener.getsockname()[1]}
+        self._facts |= {"torch": torch.__version__, "recovery": recovery}
         self._run(self._accept)
         self._run(self._beat)
         if place.number:
@@ -297,6 +298,8 @@ class HostNetwork:
                 raise TrustError("this host has not started")
             return self.memory.admit(facts)
         number = int(facts["launcher"])
+        if facts["recovery"] != self._facts["recovery"]:
+            raise TrustError(f"it has {facts['recovery']}, and host {self.number} has {self._facts['recovery']}")
         if int(facts["hosts"]) != self.place.count:
             raise TrustError(f"it has --nnodes {facts['hosts']}, and host {self.number} has {self.place.count}")
         if facts["torch"] != torch.__version__:

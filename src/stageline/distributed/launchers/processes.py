@@ -18,8 +18,10 @@ import torch
 
 from stageline.common import interrupts
 from stageline.common.errors import StagelineError
+from stageline.common.handshake import uses_tls
 from stageline.common.machine import cores
-from stageline.common.trust import secret_variables
+from stageline.common.ports import check_ports
+from stageline.common.trust import job_secret, secret_variables
 from stageline.distributed._torch_private import TCPStore
 from stageline.distributed.attempts import MEMORY, NUMBER, SEAT, Announcements, Attempt, take_place
 from stageline.distributed.launchers.fork_server import Child, ForkServer, read_answer, shared_server
@@ -66,6 +68,7 @@ class ProcessLauncher:
         """Run the job, and return the outcomes in the order in which the ranks ended."""
         if not self._share_gpus:
             _refuse_too_many(job.processes)
+        check_variables(job)
         if self._logs is not None:
             self._logs.mkdir(parents=True, exist_ok=True)
         server = shared_server()  # imports torch while this process opens the store
@@ -132,6 +135,14 @@ def place_variables(job: Job, port: int) -> list[dict[str, str]]:
     if not torch.cuda.is_available():
         common.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(job.processes)]
+
+
+def check_variables(job: Job) -> None:
+    """Refuse variables of the environment that every rank would refuse."""
+    variables = {**os.environ, **job.environment, "LOCAL_WORLD_SIZE": str(job.processes), "MASTER_PORT": ""}
+    check_ports(variables)
+    job_secret(variables)
+    uses_tls(variables)
 
 
 def _refuse_too_many(processes: int) -> None:

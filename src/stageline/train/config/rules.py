@@ -356,7 +356,13 @@ ConfigRule = Callable[[Config], Iterator[str]]
 
 
 def _recovery(config: Config) -> Iterator[str]:
-    yield from (f"recovery.on_loss {error}" for error in action_errors(config.recovery.on_loss))
+    recovery = config.recovery
+    yield from (f"recovery.on_loss {error}" for error in action_errors(recovery.on_loss))
+    if recovery.spares and not recovery.max_restarts:
+        yield (
+            f"recovery.spares is {recovery.spares}, and they take the place of lost ranks only if "
+            "recovery.max_restarts is above 0; it is 0"
+        )
 
 
 RULES: tuple[ConfigRule, ...] = (
