@@ -38,7 +38,7 @@ MAX_EXACT_ACTIONS = 500
 """Largest number of actions for the exact search."""
 MAX_WINDOW_ACTIONS = 15_000
 """Largest number of actions for the search in windows."""
-MAX_IDLE_WINDOWS, WINDOWS_PER_SECOND = 6, 5
+MAX_IDLE_WINDOWS, WINDOWS_PER_SECOND = 10, 5
 """Other steps follow after so many windows without a gain, or so many per second of the time limit."""
 DECIDED_ACTIONS_PER_SECOND = 800
 """Constraint programming raises the lower bound for at most this many actions per second of the time limit."""
@@ -133,7 +133,8 @@ class Search:
         try:
             self._start()
             rules = (self._zero_bubble, self._rules, self._turns, self._refine, self._mixed)
-            for step in (*rules, self._moves, self._exact, self._periodic, self._windows):
+            solvers = (self._exact, self._windows) if self._is_small else (self._windows, self._exact)
+            for step in (*rules, self._moves, self._periodic, *solvers):
                 if self.is_proven or self.is_over():
                     break
                 step()
