@@ -34,6 +34,8 @@ CAREFUL_ACTIONS_PER_SECOND = 10_000
 """The careful lower bound is computed for at most this many actions per second of the time limit."""
 RESULT_COST = 8.0
 """Time to build, verify and simulate the result, over the time to simulate it."""
+MIN_SOLVER_SECONDS = 1.0
+"""Below this time limit, only small problems wait for the solver to load."""
 MAX_EXACT_ACTIONS = 500
 """Largest number of actions for the exact search."""
 MAX_WINDOW_ACTIONS = 15_000
@@ -305,7 +307,8 @@ class Search:
     def _is_solvable(self) -> bool:
         """Whether constraint programming applies to the problem and to the best plan."""
         plain = self.problem.costs.overlap is None and self.best is not None and self.best.schedule is None
-        return plain and cp_sat.is_available()
+        has_time = self._is_small or self.seconds >= MIN_SOLVER_SECONDS
+        return plain and has_time and cp_sat.is_available()
 
     def _decide(self, effort: float) -> None:
         """Move the lower bound up, or the best plan down, by shares of the gap, as long as each takes little effort."""
