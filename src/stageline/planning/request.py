@@ -25,6 +25,8 @@ from stageline.timeline.costs import LARGEST_COST, Share
 
 By: TypeAlias = Literal["time", "parameters", "layers"]
 SYNTHESIZED = "synthesized"
+MAX_NEIGHBOURS = 7
+"""The most ranks that compute beside one while it is measured; each needs the memory of the model."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ def read_ranks(ranks: Any, cores: Any, profiles: SizedProfiles) -> list[Any]:
 def read_neighbours(cores: Any, ranks: int, model: nn.Module | None) -> int:
     """Return how many other ranks compute on this machine beside one, each with a core for every thread of its own.
 
-    Without `cores`, ranks run on this machine if each of them finds its cores there, and the model is not on a GPU.
+    Without `cores`, few ranks run on this machine if each of them finds its cores there and the model is not on a GPU.
     """
     devices = {parameter.device.type for parameter in model.parameters()} if isinstance(model, nn.Module) else {"none"}
     if devices - {"cpu"}:
@@ -180,10 +182,10 @@ def read_neighbours(cores: Any, ranks: int, model: nn.Module | None) -> int:
     if isinstance(cores, Sequence):
         at_once = max((min(len(share.ranks), int(share.capacity)) for share in cores), default=1)
     elif cores is None:
-        at_once = ranks if ranks <= machine_cores() // threads else 1
+        at_once = ranks if ranks <= min(machine_cores() // threads, MAX_NEIGHBOURS + 1) else 1
     else:
         at_once = min(ranks, int(cores) // threads)
-    return max(0, min(at_once, machine_cores() // threads) - 1)
+    return max(0, min(at_once, machine_cores() // threads, MAX_NEIGHBOURS + 1) - 1)
 
 
 def read_shares(

@@ -32,7 +32,7 @@ from stageline.model.profiler import profile, time_alone
 from stageline.model.split import Staged, split
 from stageline.planning.costs import by_calls
 from stageline.planning.plan import Plan, parse_plan, plan, read_plan
-from stageline.planning.request import device_memory
+from stageline.planning.request import MAX_NEIGHBOURS, device_memory
 from stageline.runtime._torch_private import pytree
 from stageline.runtime.out_of_memory import PLAN_ADVICE
 from stageline.runtime.pipeline import Pipeline
@@ -345,7 +345,8 @@ class Setup:
         """The ranks that compute beside another one on the cores of this machine."""
         if self.layout.device.type != "cpu":
             return 0
-        return max(0, min(ranks_here(self.layout), cores() // torch.get_num_threads()) - 1)
+        at_once = min(ranks_here(self.layout), cores() // torch.get_num_threads())
+        return max(0, min(at_once - 1, MAX_NEIGHBOURS))
 
     def _measure(self, model: nn.Module, example: Any, targets: Any) -> Profile:
         """Profile a model in the precision of a step, with the loss, unless it is the user's: it may count calls."""
