@@ -224,8 +224,11 @@ def test_what_does_not_fit_is_listed_and_never_chosen() -> None:
     assert {"pp": 1, "dp_replicate": 4} in [other.mesh for other in too_large]
     assert all(other.memory > 7000 for other in too_large)
     assert "does not fit" in best.explain()
-    with pytest.raises(sl.NothingFits):
-        plan(8, **request | {"memory": 500})
+    with pytest.raises(sl.NothingFits, match=r"nothing fits any mesh: the closest plan, 1f1b on pp 4 with") as caught:
+        plan(8, **request | {"memory": 500, "recompute": "none"})
+    assert not any("mesh" in change or "batch" in change for change in caught.value.changes)
+    enough = caught.value.changes[-1]["memory"]
+    assert max(rank.total for rank in plan(8, **request | {"memory": enough, "recompute": "none"}).memory) <= enough
 
 
 def test_tensor_parallel_is_tried_where_the_model_allows_it() -> None:

@@ -182,8 +182,8 @@ TIME_PER_CHANGE = 1.0
 """Seconds for which each change is tried."""
 
 
-def nothing_fits(search: PlanSearch, progress: Callable[[str], None]) -> StagelineError:
-    """Return the error for a search without a result, with suggestions."""
+def nothing_fits(search: PlanSearch, progress: Callable[[str], None], devices: bool = False) -> StagelineError:
+    """Return the error for a search without a result, with suggestions; with `devices`, for the closest mesh."""
     request, closest = search.request, search.closest
     if closest is None:
         names = f" of {', '.join(request.names)}" if request.names else ""
@@ -201,12 +201,15 @@ def nothing_fits(search: PlanSearch, progress: Callable[[str], None]) -> Stageli
     worst = max(range(len(excess)), key=excess.__getitem__)
     needed, candidate = closest.memory[worst].total, closest.candidate
     message = (
-        f"nothing fits: the closest plan, {closest.name} with {candidate.microbatches} microbatches and "
+        f"nothing fits{' any mesh' if devices else ''}: the closest plan, {closest.name}"
+        f"{f' on {mesh_name(request.mesh)}' if devices else ''} with {candidate.microbatches} microbatches and "
         f"{describe_recompute(candidate.recompute)} recomputed, needs {format_size(needed)} on rank {worst} "
         f"({describe_memory(closest.memory[worst])}); the limit is {format_size(request.caps[worst])}"
     )
     changes, suggestions = [], []
     for change, trial in _changes(search, progress):
+        if devices and ("mesh" in change or "batch" in change):
+            continue  # another number of devices, or the batch of one pipeline
         changes.append(dict(change))
         shown = {name: round_up_size(value) if name == "memory" else value for name, value in change.items()}
         words = ", ".join(f"{name}={value!r}" for name, value in shown.items())

@@ -436,7 +436,7 @@ def plan_devices(devices: DeviceRequest, limit: float, progress: Callable[[str],
     search = MeshSearch(devices, limit, progress)
     search.run()
     if search.best is None:
-        raise nothing_fits(search.closest, progress)
+        raise nothing_fits(search.closest, progress, devices=True)
     best = plan_of(search.best)
     notes = [*best.notes, *devices.notes]
     if search.was_cut_short and CUT_SHORT not in notes:
