@@ -77,6 +77,7 @@ bench: install
 	$(BIN)/python benchmarks/synthesis.py --quick
 	$(BIN)/python benchmarks/partition_speed.py
 	$(BIN)/python benchmarks/profile_accuracy.py
+	$(BIN)/python benchmarks/plan_truth.py --rounds 1
 	$(BIN)/python benchmarks/building.py
 	$(BIN)/python benchmarks/checkpointing.py
 	$(BIN)/python benchmarks/replicas.py
