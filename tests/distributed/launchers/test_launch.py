@@ -285,3 +285,26 @@ def test_nothing_is_left_of_a_job_that_a_signal_ends(target: str, number: int, c
         for pid in processes_of(launcher.pid):
             os.kill(pid, signal.SIGKILL)
         launcher.communicate()
+
+
+@pytest.mark.host_matrix
+@pytest.mark.parametrize("words", [["launch", "-n", "2", "-m", "this"], ["train", "--job.dump_folder=run"]])
+def test_ctrl_c_while_the_fork_server_imports_ends_the_command_at_once(words: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "stageline", *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, cwd=tmp_path, text=True, start_new_session=True, **pipes)  # type: ignore[call-overload]
+    try:
+        end = time.monotonic() + 60
+        while not any("fork_server" in line for line in processes_of(process.pid).values()):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.communicate(timeout=60) == ("", "stageline: interrupted\n")
+        assert process.returncode == 130
+        while processes_of(process.pid):
+            assert time.monotonic() < end + 30, processes_of(process.pid)
+            time.sleep(0.05)
+    finally:
+        for pid in processes_of(process.pid):
+            os.kill(pid, signal.SIGKILL)
+        process.communicate()

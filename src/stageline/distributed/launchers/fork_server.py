@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
+from stageline.common import interrupts
 from stageline.common.errors import StagelineError
 from stageline.common.files import atomic_file
 
@@ -81,7 +82,13 @@ class ForkServer:
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", f"from {__name__} import main; main({theirs.fileno()})"],
+                # Signals of a terminal reach the ranks and the launcher, not an import in the server.
+                [
+                    sys.executable,
+                    "-c",
+                    "import signal; [signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, "
+                    f"signal.SIGTERM)]; from {__name__} import main; main({theirs.fileno()})",
+                ],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
@@ -158,8 +165,14 @@ class ForkServer:
 
     def close(self) -> None:
         """Kill all processes, and end the server."""
+        self._kill_idle()
         self._socket.close()
         self._process.wait(60)
+
+    def _kill_idle(self) -> None:
+        """Kill a server without processes, which may be in the middle of its imports."""
+        if not self._children:
+            self._process.kill()
 
     def __enter__(self) -> Self:
         return self
@@ -220,6 +233,7 @@ def _shared_server() -> ForkServer:
             server.close()
 
     atexit.register(close)
+    interrupts.at_end(server._kill_idle)
     return server
 
 
@@ -253,8 +267,6 @@ def main(descriptor: int) -> None:
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     reader.setblocking(False)
-    for number in (signal.SIGINT, signal.SIGTERM):  # they reach the ranks; the launcher decides about the server
-        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(writer.fileno())
     running: set[int] = set()

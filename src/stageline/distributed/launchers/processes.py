@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -94,11 +95,20 @@ class ProcessLauncher:
 
     @contextmanager
     def _forward(self, ranks: Ranks) -> Iterator[None]:
-        def forward(number: int, frame: object) -> None:
+        before: dict[signal.Signals, Any] = {}
+
+        def forward(number: int, frame: FrameType | None) -> None:
+            if not ranks.started:  # there is nobody to pass it on to
+                handler = before[signal.Signals(number)]
+                if callable(handler):
+                    handler(number, frame)
+                raise SystemExit(128 + number)
             self.forwarded.append(number)
             ranks.signal(number)
 
-        before = {number: signal.signal(number, forward) for number in self._forwards}
+        for number in self._forwards:
+            before[number] = signal.getsignal(number)
+            signal.signal(number, forward)
         try:
             yield
         finally:
@@ -174,12 +184,15 @@ class Ranks:
         self._spares: dict[int, Child] = {}
         self._outcomes: list[Outcome] = []
         self._late = ""
+        self.started = False
+        """Whether all ranks have been started."""
 
     def start(self, environments: Sequence[Mapping[str, str]]) -> None:
         """Start all ranks."""
         self._environments = list(environments)
         for rank in range(len(environments)):
             self._start(rank)
+        self.started = True
 
     def start_spares(self, count: int) -> None:
         """Start processes that wait for the place of a lost rank; they are numbered after the ranks."""
