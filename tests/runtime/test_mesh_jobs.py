@@ -132,7 +132,7 @@ def test_a_process_that_fails_is_named_by_its_place(fork_server: ForkServer, how
         after, _, text = (tmp_path / f"said-{rank}").read_text().partition(" ")
         if how == "kill":
             assert text.startswith("process 3 (pp 1, dp_shard 1) died (its process exited without"), text
-            assert float(after) < 2
+            assert float(after) < 30  # seconds, not the deadline
         elif how == "column" and rank != 1:
             assert text == "6 steps"
         elif how == "column":
