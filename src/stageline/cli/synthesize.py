@@ -149,11 +149,8 @@ def _show_curve(
 
         curve = pareto(prices.make(), ranks, microbatches, caps=caps, points=options.points, progress=tell, **arguments)
     save(drawing.svg, curve.svg, "the drawing")
-    save(
-        drawing.html,
-        lambda: curve.html(f"{pluralize(ranks, 'rank')}, {pluralize(microbatches, 'microbatch')}"),
-        "the page",
-    )
+    sizes = f"{pluralize(ranks, 'rank')}, {pluralize(microbatches, 'microbatch')}"
+    save(drawing.html, lambda: curve.html(f"Memory against {curve.objective}: {sizes}"), "the page")
     if drawing.json:
         print_json(curve.to_json())
         return

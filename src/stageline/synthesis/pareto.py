@@ -76,7 +76,7 @@ class ParetoCurve:
 
     def html(self, title: str | None = None) -> str:
         """Return a self-contained page with the picture and the table of its points."""
-        return tradeoff_html(*self._drawing(), title=title or f"memory against {self.objective}")
+        return tradeoff_html(*self._drawing(), title=title or f"Memory against {self.objective}")
 
     def _drawing(self) -> tuple[list[tuple[float, float, float]], list[Mark], str]:
         curve = [(point.cap, point.synthesis.achieved, point.synthesis.lower_bound) for point in self.points]

@@ -10,7 +10,6 @@ from stageline.timeline.draw.palette import number
 from stageline.timeline.draw.svg import ticks
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 900, 520, 76, 150, 40, 56
-LABEL_HEIGHT = 13
 HIGHEST = 2.0
 """The time axis ends at this many times the shortest time; what takes longer is drawn at the upper edge."""
 
@@ -34,7 +33,7 @@ class _Plane:
         self.right = (max(memory, default=0.0) or 1.0) * 1.05
         least = min([*times, *bounds], default=0.0)
         self.high = min(max(times, default=0.0), HIGHEST * min(times, default=0.0)) * 1.05 or 1.0
-        self.low = min(least * 0.97, self.high * 0.9)
+        self.low = min(least * 0.93, self.high * 0.9)
 
     def x(self, memory: float) -> float:
         return LEFT + memory / self.right * (WIDTH - LEFT - RIGHT)
@@ -70,6 +69,30 @@ class _Plane:
         return "".join(steps) + f"H{self.x(self.right):.1f}"
 
 
+class _Labels:
+    """Places labels beside points, above or below each other where they would overlap."""
+
+    def __init__(self, points: Sequence[tuple[float, float]]) -> None:
+        self._boxes = [(x - 6, y - 6, x + 6, y + 6) for x, y in points]
+
+    def place(self, x: float, y: float, text: str) -> str:
+        """Return the attributes of a label as near to its point as there is room."""
+        width = 7.2 * len(text)
+        for distance in range(0, 60, 3):
+            for middle in (y - distance, y + distance):
+                for left, anchor, edge in ((x + 9, "start", x + 9), (x - 9 - width, "end", x - 9)):
+                    box = (left, middle - 6, left + width, middle + 6)
+                    inside = box[0] >= LEFT and box[1] >= TOP and box[3] <= HEIGHT - BOTTOM
+                    if inside and not any(_overlap(box, other) for other in self._boxes):
+                        self._boxes.append(box)
+                        return f'x="{edge:.1f}" y="{middle + 4:.1f}" text-anchor="{anchor}"'
+        return f'x="{x + 9:.1f}" y="{y + 4:.1f}"'
+
+
+def _overlap(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
 def tradeoff_svg(curve: Sequence[tuple[float, float, float]], marks: Sequence[Mark], objective: str) -> str:
     """Draw (memory, time, lower bound) points as a staircase, and named points beside it.
 
@@ -87,22 +110,21 @@ def tradeoff_svg(curve: Sequence[tuple[float, float, float]], marks: Sequence[Ma
         text = f"cap {number(memory)}: {objective} {number(time)}, at least {number(least)}"
         place = f'cx="{plane.x(memory):.1f}" cy="{plane.y(time):.1f}"'
         parts.append(f'<circle class="curve dot" {place} r="4"><title>{escape(text)}</title></circle>')
-    free_from: dict[int, float] = {}
+        if time > plane.high:
+            parts.append(f'<text x="{plane.x(memory) + 9:.1f}" y="{plane.y(time) + 16:.1f}">↑ {number(time)}</text>')
+    labels, dots = _Labels([(plane.x(mark.memory), plane.y(mark.time)) for mark in marks]), []
     for mark in sorted(marks, key=lambda mark: plane.y(mark.time)):
         x, y = plane.x(mark.memory), plane.y(mark.time)
-        # Labels of points at the same memory stand below each other.
-        column = round(x / 90)
-        label = max(y + 4, free_from.get(column, 0.0))
-        free_from[column] = label + LABEL_HEIGHT
         text = f"{mark.name}: memory {number(mark.memory)}, {objective} {number(mark.time)}"
         style = "family" if mark.filled else "family other"
-        parts.append(f'<circle class="{style}" cx="{x:.1f}" cy="{y:.1f}" r="5"><title>{escape(text)}</title></circle>')
-        above = " ↑" if mark.time > plane.high else ""
-        parts.append(f'<text x="{x + 9:.1f}" y="{label:.1f}">{escape(mark.name)}{above}</text>')
+        dots.append(f'<circle class="{style}" cx="{x:.1f}" cy="{y:.1f}" r="5"><title>{escape(text)}</title></circle>')
+        name = mark.name + (f" ↑ {number(mark.time)}" if mark.time > plane.high else "")
+        parts.append(f'<text class="label" {labels.place(x, y, name)}>{escape(name)}</text>')
+    parts += dots
     legend = "line: synthesized; dashed: lower bound; ● family in this placement; ○ family in another placement"
     parts.append(f'<text class="s" x="{WIDTH - 8}" y="{TOP - 14}" text-anchor="end">{legend}</text>')
     rules = (
-        "text{fill:#222}.s{fill:#555}.curve{fill:none;stroke:#0072b2;stroke-width:2}.dot{fill:#0072b2}"
+        "text{fill:#222}.label{paint-order:stroke;stroke:#ffffff;stroke-width:3px}.s{fill:#555}.curve{fill:none;stroke:#0072b2;stroke-width:2}.dot{fill:#0072b2}"
         ".bound{fill:none;stroke:#0072b2;stroke-dasharray:5 4}.family{fill:#c4540a;stroke:#c4540a}"
         ".other{fill:#ffffff;stroke-width:1.5}"
     )
