@@ -411,7 +411,7 @@ class Irregular(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        time.sleep(0.03 if self.calls // 4 % 2 else 0.0)
+        time.sleep(0.1 if self.calls // 4 % 2 else 0.0)
         return x * self.weight
 
 

@@ -212,7 +212,7 @@ def parts_of(row: Mapping[str, Any], total: int, left: float | None, taken: floa
     ...        "planned_bubble": 0.18, "memory": 1288490189, "makespan": 0.363, "planned_makespan": 0.34}
     >>> fit(parts_of(row, total=300, left=151.0), 80)
     ' 12/300  loss 2.3100  15.2k tok/s  bubble 21% (plan 18%)  1.2 GiB  2:31 left'
-    >>> fit(parts_of(row, total=300, left=151.0), 120)[22:85]
+    >>> fit(parts_of(row, total=300, left=151.0), 120)[22:87]
     '15.2k tok/s  makespan 363 ms (plan 340 ms)  bubble 21% (plan 18%)'
     >>> fit(parts_of(row, total=300, left=151.0), 40)
     ' 12/300  loss 2.3100  2:31 left'
