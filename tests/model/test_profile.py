@@ -385,6 +385,16 @@ def test_neighbours_work_while_a_model_is_measured(launcher: Any) -> None:
     assert "2 ranks as " + launcher in str(measured)
 
 
+def test_neighbours_that_fail_are_not_waited_for() -> None:
+    with neighbours_of(lambda: lambda: 1 / 0, 1, "processes") as neighbours:
+        assert neighbours is not None
+        neighbours.work()  # it may be seen at work before it fails
+        neighbours.pause()
+        began = time.monotonic()
+        assert not any(neighbours.work() for _ in range(20))
+        assert time.monotonic() - began < 5.0  # of 5 seconds each
+
+
 def test_equal_layers_have_equal_times() -> None:
     blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)]
     profile = sl.profile(nn.Sequential(*blocks, nn.Linear(8, 2)), torch.ones(2, 8), repeats=4)

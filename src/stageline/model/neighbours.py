@@ -18,6 +18,8 @@ from typing import Literal, Protocol
 import torch
 
 Launcher = Literal["processes", "threads"]
+ENDED = 2
+"""The state of a neighbour that has ended, as by an error of its job; 1 if it computes, 0 if it pauses."""
 WAIT = 5.0
 """Seconds to wait for neighbours to start or to pause."""
 
@@ -78,6 +80,7 @@ class _Processes:
     def __init__(self, job: Callable[[], object], count: int) -> None:
         self._state = mmap.mmap(-1, 1 + count)  # whether to work; for each neighbour, whether it does
         self._children: list[int] = []
+        self._failed = False
         parent = os.getpid()
         for number in range(count):
             with warnings.catch_warnings():
@@ -98,6 +101,7 @@ class _Processes:
                 else:
                     time.sleep(1e-3)
         finally:
+            self._state[place] = ENDED
             os._exit(0)
 
     def work(self) -> bool:
@@ -109,10 +113,13 @@ class _Processes:
         self._reached(False)
 
     def _reached(self, working: bool) -> bool:
+        """Wait until all of them work, or none; not again once one of them has ended or did not answer."""
         until = time.monotonic() + WAIT
-        while time.monotonic() < until:
-            if all(bool(state) == working for state in self._state[1:]):
+        while not self._failed:
+            states = self._state[1:]
+            if all(state == working for state in states):
                 return True
+            self._failed = ENDED in states or time.monotonic() > until
             time.sleep(1e-3)
         return False
 
