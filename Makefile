@@ -1,4 +1,4 @@
-# make train    install, then train a small language model on Python's source code: about two minutes, in outputs/
+# make train    install, then train a small language model on Python's source code: about a minute, in outputs/
 # make train CONFIG=job.toml ARGS='--training.steps 100'    the same with your own config and flags
 # make install  create .venv with everything for development
 # make test     install, then run every check: lint, format, types, tests, doctests
