@@ -119,24 +119,30 @@ def _table(plan: Plan, rows: int) -> Iterator[str]:
         yield f"and {remaining} more that were simulated"
 
 
-def _mesh_table(plan: Plan, rows: int) -> Iterator[str]:
-    """Yield the meshes, the best first, and why the others were not chosen."""
+def mesh_rows(plan: Plan) -> list[list[str]]:
+    """Return the figures of the chosen mesh, then those of the others, and why they were not chosen."""
     peak = max(rank.total for rank in plan.memory)
     table = [
-        ["mesh", "schedule", "microbatches", "step", "bubble", "collectives", "fullest rank", ""],
         [
             mesh_name(plan.mesh), plan.schedule.name, f"{plan.microbatches} × {plan.samples}",
             format_seconds(plan.step_seconds), f"{plan.bubble:.1%}", format_seconds(plan.collectives.total),
             format_size(peak), "chosen",
         ],
     ]  # fmt: skip
-    for other in plan.meshes[:rows]:
+    for other in plan.meshes:
         figures = [
             other.schedule, f"{other.microbatches} × {other.samples}", format_seconds(other.seconds),
             f"{other.bubble:.1%}", format_seconds(other.collectives), format_size(other.memory),
         ]  # fmt: skip
         bound = ["", "", f"≥ {format_seconds(other.seconds)}", "", "", ""]
         table.append([mesh_name(other.mesh), *(figures if other.simulated else bound), why_not_mesh(other, plan)])
+    return table
+
+
+def _mesh_table(plan: Plan, rows: int) -> Iterator[str]:
+    """Yield the meshes, the best first, and why the others were not chosen."""
+    head = ["mesh", "schedule", "microbatches", "step", "bubble", "collectives", "fullest rank", ""]
+    table = [head, *mesh_rows(plan)[: rows + 1]]
     yield from format_table(table, left={0, 1, 7})
     if len(plan.meshes) > rows:
         yield f"and {len(plan.meshes) - rows} more meshes"

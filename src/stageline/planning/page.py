@@ -15,7 +15,7 @@ import numpy as np
 from stageline.common.units import format_seconds, format_size, pluralize
 from stageline.model.partition.partition import spans_of
 from stageline.planning.costs import RankMemory
-from stageline.planning.explain import describe_gap, describe_recompute, mesh_name, why_not, why_not_mesh
+from stageline.planning.explain import describe_gap, describe_recompute, mesh_name, mesh_rows, why_not
 from stageline.timeline import draw
 
 if TYPE_CHECKING:
@@ -223,23 +223,8 @@ def _memory_table(plan: Plan, used: Sequence[str]) -> str:
 def _meshes(plan: Plan) -> str:
     if not plan.meshes:
         return ""
-    peak = max(rank.total for rank in plan.memory)
-    rows = [
-        [
-            mesh_name(plan.mesh), plan.schedule.name, f"{plan.microbatches} × {plan.samples}",
-            format_seconds(plan.step_seconds), f"{plan.bubble:.1%}", format_seconds(plan.collectives.total),
-            format_size(peak), "chosen",
-        ]
-    ]  # fmt: skip
-    for other in plan.meshes:
-        figures = [
-            other.schedule, f"{other.microbatches} × {other.samples}", format_seconds(other.seconds),
-            f"{other.bubble:.1%}", format_seconds(other.collectives), format_size(other.memory),
-        ]  # fmt: skip
-        bound = ["", "", f"≥ {format_seconds(other.seconds)}", "", "", ""]
-        rows.append([mesh_name(other.mesh), *(figures if other.simulated else bound), why_not_mesh(other, plan)])
     head = ["mesh", "schedule", "microbatches × samples", "step", "bubble", "collectives", "fullest rank", "why not"]
-    return f"<h2>Meshes, and why not</h2>{_table(head, rows, text=(0, 1), minor=(1, 2, 4, 5))}"
+    return f"<h2>Meshes, and why not</h2>{_table(head, mesh_rows(plan), text=(0, 1), minor=(1, 2, 4, 5))}"
 
 
 def _alternatives(plan: Plan) -> str:

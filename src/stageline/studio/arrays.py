@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from stageline.timeline.draw.page import shown_figures
 from stageline.timeline.draw.palette import boxes_of
-from stageline.timeline.idle import Idle, critical_actions
+from stageline.timeline.idle import critical_actions
 from stageline.timeline.timeline import Timeline
 
 ALIGNMENT = 4
@@ -83,14 +84,8 @@ def times_of(timeline: Timeline, *, idle: bool = False) -> dict[str, Any]:
         "memoryTimes": np.concatenate([times for times, _ in memory]) - origin,
         "memoryLevels": np.concatenate([levels for _, levels in memory]),
         "critical": np.array(critical_actions(timeline), dtype=np.int32),
-        "makespan": timeline.makespan,
-        "span": timeline.span,
-        "bubble": timeline.bubble,
-        "bubbleUncertainty": timeline.bubble_uncertainty,
-        "spanBubble": timeline.span_bubble,
-        "utilisation": timeline.utilisation,
+        **shown_figures(timeline),
         "peak": [float(levels.max(initial=0.0)) for _, levels in memory],
         "busy": list(timeline.busy),
         "idle": [list(causes) for causes in timeline.idle] if idle else None,
-        "causes": [cause.replace("warmup", "warm-up") for cause in Idle._fields],
     }

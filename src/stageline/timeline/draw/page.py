@@ -73,6 +73,20 @@ def html(
     return re.sub(r"\{\{(\w+)\}\}", lambda match: fields[match[1]], page)
 
 
+def shown_figures(timeline: Timeline) -> dict[str, Any]:
+    """Return the figures of a timeline, and the names of the causes of idle time, as pages read them."""
+    return {
+        "makespan": timeline.makespan,
+        "span": timeline.span,
+        "bubble": timeline.bubble,
+        "bubbleUncertainty": timeline.bubble_uncertainty,
+        "spanBubble": timeline.span_bubble,
+        "utilisation": timeline.utilisation,
+        "imbalance": timeline.imbalance,
+        "causes": [cause.replace("warmup", "warm-up") for cause in Idle._fields],
+    }
+
+
 def _panel(timeline: Timeline, name: str, end_time: float) -> dict[str, Any]:
     schedule = timeline.schedule
     boxes = boxes_of(schedule)
@@ -106,16 +120,9 @@ def _panel(timeline: Timeline, name: str, end_time: float) -> dict[str, Any]:
         "memoryUnit": "" if in_bytes else memory_unit(timeline) or OWN_UNIT,
         "stages": schedule.stages,
         "microbatches": schedule.microbatches,
-        "makespan": timeline.makespan,
-        "span": timeline.span,
-        "bubble": timeline.bubble,
-        "bubbleUncertainty": timeline.bubble_uncertainty,
-        "spanBubble": timeline.span_bubble,
-        "utilisation": timeline.utilisation,
-        "imbalance": timeline.imbalance,
+        **shown_figures(timeline),
         "ranks": ranks,
         "hosts": list(timeline.hosts) if timeline.ranks_by_host else None,
-        "causes": [cause.replace("warmup", "warm-up") for cause in Idle._fields],
         "place": schedule.placement.table.tolist(),
         "direction": schedule.placement.direction.tolist() if schedule.placement.directions > 1 else None,
         "pairs": [schedule.stage_ids[second].tolist(), schedule.microbatch_ids[second].tolist()],
