@@ -6,9 +6,8 @@ bfloat16, 16 microbatches with the given number of samples of 1024 tokens. Every
 measured in turns. Memory is the peak allocation without parameters and gradients; with CUDA graphs, that of their pool.
 Ranks are threads of this process; torch's schedules run their four stages on one rank. In "interleaved-zb" W follows I
 at once, and both run as one backward; in "W later", another action is between them, and the backward is split. "by
-certificate" is the peak
-that follows from the schedule's order and the measured memory of every stage per microbatch, after its forward and
-between I and W.
+certificate" is the peak that follows from the schedule's order and the measured memory of every stage per microbatch:
+what it holds after its forward and between I and W, and what each of its actions needs beside that while it runs.
 """
 
 from __future__ import annotations
@@ -23,7 +22,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -107,8 +108,19 @@ def graphs_of(pipe: sl.Pipeline) -> Any:
     return pipe.runner.executors_for(MICROBATCHES, True).executors[0].graphs
 
 
-def held_by_stage(pipe: sl.Pipeline, tokens: Tensor) -> list[tuple[float, float]]:
-    """Bytes that each stage holds for one microbatch after its forward, and between I and W."""
+class StageBytes(NamedTuple):
+    """The memory of one stage and microbatch."""
+
+    activation: float
+    """Held after its forward."""
+    residue: float
+    """Held between I and W."""
+    transient: dict[str, float]
+    """By kind of action, what it needs while it runs beside what is held before and after it."""
+
+
+def bytes_by_stage(pipe: sl.Pipeline, tokens: Tensor) -> list[StageBytes]:
+    """Measure the memory of every stage for one microbatch."""
     work = work_of(pipe, tokens)
     for parameter in pipe.parameters():
         parameter.grad = torch.zeros_like(parameter)  # so that no gradient is taken for an activation
@@ -117,46 +129,57 @@ def held_by_stage(pipe: sl.Pipeline, tokens: Tensor) -> list[tuple[float, float]
         for executor in pipe.runner.executors_for(MICROBATCHES, True).executors
         for index, stage in executor.stages.items()
     }
-    leaves: Any = [work.inputs[0]]
-    held = []
-    ready = torch.cuda.memory_allocated
-    outputs = []
-    for index in sorted(stages):
-        before = ready()
+    transients: dict[int, dict[str, float]] = {index: {} for index in stages}
+
+    def measured(index: int, kind: str, action: Callable[[], Any]) -> tuple[Any, float]:
+        """Run an action; return its result, and by how many bytes more is held after it."""
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        result = action()
+        after = torch.cuda.memory_allocated()
+        transients[index][kind] = torch.cuda.max_memory_allocated() - max(before, after)
+        return result, after - before
+
+    def forward(index: int, leaves: Any) -> Any:
         leaves = stages[index].forward(0, 0, leaves, "tensor", [index > 0], True, {}).leaves
         if index == len(stages) - 1:
             stages[index].loss(0, 0, leaves[0], work.targets[0], 1 / MICROBATCHES, True)
-        outputs.append(leaves[0])
-        leaves = [leaves[0].detach()]
-        held.append([float(ready() - before), 0.0])
-    grad: Any = None
+        return leaves
+
+    held = {}
+    leaves: Any = [work.inputs[0]]
+    for index in sorted(stages):
+        (output,), added = measured(index, "F", partial(forward, index, leaves))
+        leaves = [output.detach()]
+        del output
+        held[index] = [float(added), 0.0]
+    leaves, grads = [], None
     split = "W" in str(pipe.schedule.programs[0])
     for index in sorted(stages, reverse=True):
-        outputs.pop()
-        leaves = []
-        grads = None if grad is None else [grad]
         if split:
-            (grad,), _ = stages[index].backward_input(0, grads)
-            del grads
-            before = ready()
-            stages[index].backward_weight(0)
-            held[index][1] = float(before - ready())
+            ((grad,), _), _ = measured(index, "I", partial(stages[index].backward_input, 0, grads))
+            grads = None
+            _, added = measured(index, "W", partial(stages[index].backward_weight, 0))
+            held[index][1] = -float(added)
         else:
-            (grad,), _ = stages[index].backward(0, grads)
+            ((grad,), _), _ = measured(index, "B", partial(stages[index].backward, 0, grads))
+        grads = [grad]
     pipe.zero_grad()
-    return [(first, second) for first, second in held]
+    return [StageBytes(held[index][0], held[index][1], transients[index]) for index in sorted(stages)]
 
 
-def by_certificate(pipe: sl.Pipeline, held: list[tuple[float, float]]) -> float:
-    """The peak over the schedule's order of what its stages hold, all ranks together (they share the GPU)."""
+def by_certificate(pipe: sl.Pipeline, stages: list[StageBytes]) -> float:
+    """The peak over the schedule's order of what its stages hold and need, all ranks together (they share the GPU)."""
     planned = sl.simulate(pipe.schedule)
     moments: list[tuple[float, int, float]] = []
     for rank in range(pipe.schedule.ranks):
         for timed in planned.actions(rank):
-            first, second = held[timed.action.stage]
-            kind = str(timed.action.kind)
-            change = {"F": first, "B": -first, "I": second - first, "W": -second}[kind]
-            moments.append((timed.start, 1, change) if kind == "F" else (timed.end, 0, change))
+            stage, kind = stages[timed.action.stage], str(timed.action.kind)
+            activation, residue = stage.activation, stage.residue
+            change = {"F": activation, "B": -activation, "I": residue - activation, "W": -residue}[kind]
+            needed = stage.transient.get(kind, 0.0)
+            moments.append((timed.start, 1, needed + max(change, 0.0)))
+            moments.append((timed.end, 0, min(change, 0.0) - needed))
     peak = now = 0.0
     for _, _, change in sorted(moments):
         now += change
@@ -226,7 +249,7 @@ def main() -> None:
         row = {"case": name, "ms": 1e3 * median, "times plain": median / medians["plain loop"], "GiB": peaks[name]}
         if name in pipes:
             model.zero_grad()
-            row["by certificate"] = by_certificate(pipes[name], held_by_stage(pipes[name], tokens)) / 2**30
+            row["by certificate"] = by_certificate(pipes[name], bytes_by_stage(pipes[name], tokens)) / 2**30
         rows.append(row)
     if options.json:
         print(json.dumps(rows, indent=2))
@@ -249,15 +272,13 @@ def main() -> None:
 def profile_step(name: str, pipe: sl.Pipeline, tokens: Tensor) -> None:
     """The host's time of one step, function by function."""
     profiler = cProfile.Profile()
-    work = work_of(pipe, tokens)
     (executor,) = pipe.runner.executors_for(MICROBATCHES, True).executors
     make: Any = torch.cuda.Event
     event = make(enable_timing=True)
     event.record()
-    executor_work = copy.copy(work)
-    object.__setattr__(executor_work, "began", {0: (event, 0.0)})
+    request = replace(work_of(pipe, tokens), start_events={0: (event, 0.0)})
     profiler.enable()
-    executor.run(executor_work)
+    executor.run(request)
     profiler.disable()
     torch.cuda.synchronize()
     print(name)

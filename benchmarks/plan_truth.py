@@ -10,7 +10,7 @@ call as its user sees it; in a job, it is the makespan that its report compares 
 - **gpt**: `sl.plan` on two processes, for a schedule each, then `Pipeline.step`.
 - **auto**: `Pipeline(schedule="auto")` with two ranks as threads.
 - **one rank**: `sl.plan(ranks=1)`, on the CPU and on a GPU.
-- **sleep**: stages that only sleep, as threads, with their nominal times and free transfers as costs.
+- **sleep**: `sl.plan` for stages that only sleep, as threads.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from stageline.testing import SleepStage, run_ranks
 WIDTH, LENGTH, BATCH = SIZES["middle"]
 MICROBATCHES = 8
 NOMINAL = 0.01
-"""Seconds of F, I and W of a sleeping rank."""
+"""Seconds in which a sleeping rank runs F, I and W of a microbatch, each."""
 WARM_UP = 4
 """First steps that do not count."""
 
@@ -130,20 +130,21 @@ def automatic(steps: int) -> Steps:
 
 
 def sleep(family: str, ranks: int, steps: int) -> Steps:
-    schedule = sl.schedule(family, ranks, 4 * ranks)
-    part = NOMINAL * ranks / schedule.stages
-    pipe = sl.Pipeline(
-        [SleepStage(part, part, part, width=64) for _ in range(schedule.stages)],
-        loss_fn=nn.functional.mse_loss,
-        schedule=schedule,
-    )
-    planned = sl.simulate(schedule, sl.Costs(forward=part, backward_input=part, backward_weight=part)).makespan
-    x, taken = torch.ones(schedule.microbatches, 64), []
+    named = sl.schedule(family, ranks, 4 * ranks)
+    part = NOMINAL * ranks / named.stages
+    model = nn.Sequential(*(SleepStage(part, part, part, width=64) for _ in range(named.stages)))
+    x, loss_fn = torch.ones(named.microbatches, 64), nn.functional.mse_loss
+    plan = sl.plan(
+        model, x[:1], ranks=ranks, microbatches=named.microbatches, loss_fn=loss_fn, targets=x[:1], schedule=family,
+        time_limit=1.0, recompute="none",
+    )  # fmt: skip
+    pipe = sl.Pipeline(plan.split(model), loss_fn=loss_fn, schedule=plan.schedule)
+    taken = []
     for _ in range(1 + max(2, steps // 5)):
         begin = time.perf_counter()
         pipe.step(x, x)
         taken.append(time.perf_counter() - begin)
-    return Steps(planned, taken[1:], family)
+    return Steps(plan.step_seconds, taken[1:], plan.schedule.name)
 
 
 SETTINGS: dict[str, tuple[Callable[[int], Steps], float]] = {

@@ -2,7 +2,7 @@
 
 python benchmarks/studio.py [--drags 50]
 
-Needs playwright and Chromium (make test-browser installs them). The mouse drags the slider of F; every time is from
+Needs playwright and Chromium (make install and make chromium). The mouse drags the slider of F; every time is from
 the browser's input event to the frame that shows the new charts, including the simulation on the server.
 """
 

@@ -44,6 +44,26 @@ def test_no_layer_imports_a_higher_one() -> None:
     assert not offending, "\n".join(offending)
 
 
+PRIVATE = re.compile(r"torch(\.\w+)*\._(?!_)\w+|(?!self\b).*\._version")
+
+
+def private_names(path: Path) -> Iterator[tuple[int, str]]:
+    """Every private name of torch in a file: its line, and the expression or the import."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute) and PRIVATE.fullmatch(ast.unparse(node)):
+            yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            if any(re.match(r"_(?!_)", part) for part in parts):
+                yield node.lineno, ast.unparse(node)
+
+
+def test_private_names_of_torch_stand_in_torch_private() -> None:
+    files = [path for path in sorted(ROOT.rglob("*.py")) if path.name != "_torch_private.py"]
+    offending = [f"{path.relative_to(ROOT)}:{line} {name}" for path in files for line, name in private_names(path)]
+    assert not offending, "\n".join(offending)
+
+
 def test_every_package_has_a_layer() -> None:
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert packages == set(LAYERS)
@@ -55,8 +75,8 @@ def test_no_level_has_more_than_25_files() -> None:
 
 
 def test_test_folders_are_named_after_packages() -> None:
-    folders = {path.relative_to(TESTS).parts[0] for path in TESTS.glob("*/test_*.py")}
-    assert folders <= set(LAYERS)
+    packages = {path.parent.relative_to(ROOT) for path in ROOT.rglob("__init__.py")}
+    assert {path.parent.relative_to(TESTS) for path in TESTS.rglob("test_*.py")} <= packages
     assert not list(TESTS.glob("support/**/test_*.py"))
 
 

@@ -159,6 +159,26 @@ def test_module_names_of_the_first_version_still_import(old: str) -> None:
     assert not any(isinstance(names[name], ModuleType) for name in DOCUMENTED[old])
 
 
+def test_files_that_version_0_1_0_wrote_still_read() -> None:
+    from stageline.train.checkpoint import open_checkpoint
+
+    files = ROOT / "tests/support/version_0_1_0"
+    order = sl.read_schedule(files / "schedule.json")
+    assert order == sl.schedule("zb-v", ranks=2, microbatches=2)
+    assert sl.read_schedule(files / "schedule.csv").programs == order.programs
+    times = sl.read_timeline(files / "timeline.json")
+    costs = sl.Costs(forward=1, backward_input=1, backward_weight=1, transfer=0.5)
+    assert times.makespan == sl.simulate(order, costs).makespan
+    profile, plan = sl.read_profile(files / "profile.json"), sl.read_plan(files / "plan.json")
+    assert [layer.parameters for layer in profile.layers] == [24, 24]
+    assert plan.schedule.name == "1f1b"
+    assert plan.step_seconds == pytest.approx(0.00035082599)
+    assert [other.schedule for other in plan.alternatives] == ["gpipe"]
+    checkpoint = open_checkpoint(files / "checkpoint/step-00000007")
+    assert checkpoint.step == 7
+    assert not checkpoint.verify()
+
+
 def test_former_names_of_classes_and_attributes_stay_valid() -> None:
     from stageline import testing
 

@@ -12,8 +12,5 @@ pipe = sl.Pipeline(model, loss_fn=nn.functional.mse_loss, schedule="1f1b", micro
 optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
 
 losses = []
-for _ in range(3):
-    optimizer.zero_grad()
-    losses.append(pipe.step(inputs, targets).loss)
-    pipe.clip_grad_norm_(1.0)
-    optimizer.step()
+for stats in pipe.run([(inputs, targets)] * 3, optimizer=optimizer, max_norm=1.0):
+    losses.append(stats.loss)

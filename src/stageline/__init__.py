@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from stageline.model.profiler import profile
     from stageline.model.skips import pop, skippable, stash
     from stageline.model.split import Staged, split
-    from stageline.planning.plan import Plan, plan, read_plan
+    from stageline.planning.plan import Plan, read_plan
+    from stageline.planning.planner import plan
     from stageline.runtime.check import Report, check
     from stageline.runtime.pipeline import Pipeline
     from stageline.runtime.step_report import Evaluation, StepStats
@@ -157,7 +158,8 @@ _MODULES = {
     "model.profiler": "profile",
     "model.skips": "pop skippable stash",
     "model.split": "Staged split",
-    "planning.plan": "Plan plan read_plan",
+    "planning.plan": "Plan read_plan",
+    "planning.planner": "plan",
     "runtime.check": "Report check",
     "runtime.pipeline": "Pipeline",
     "runtime.step_report": "Evaluation StepStats",

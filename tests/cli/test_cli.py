@@ -28,7 +28,7 @@ def test_show_draws_the_chart_with_bubble_span_and_memory(capsys: Capture) -> No
     assert "rank 3 ......F0f0F1f1F2f2F3f3i0w0" in out
     assert "makespan 51  bubble 5.9%" in out
     assert "span     48  bubble 0.0%" in out
-    assert "peak memory 8 microbatches on every rank" in out
+    assert "peak memory 8 microbatches of one stage on every rank" in out
 
 
 def test_piped_output_is_plain_and_a_terminal_gets_colour() -> None:
@@ -60,7 +60,7 @@ def test_schedules_are_shown_with_their_shards(tmp_path: Path, capsys: Capture) 
     assert run([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["programs"][0][:3] == ["0UNSHARD", "0F0", "0RESHARD"]
     assert run(["show", "zb-h1", "-p", "2", "-m", "3", "--shard", "often"]) != 0
-    assert "--shard is default, always or never, got 'often'" in capsys.readouterr().err
+    assert "--shard must be default, always or never, got 'often'" in capsys.readouterr().err
 
 
 def test_files_are_shown_verified_and_simulated(tmp_path: Path, capsys: Capture) -> None:
@@ -168,9 +168,9 @@ ERRORS = {
     "show interleaved -p 2 -m 2 --chunks 0": "chunks to be a whole number",
     "show dualpipe -p 4 -m 7": "nearest: 8",
     "show chimera -p 5 -m 7": "nearest: 4 or 6",
-    "show 1f1b -p 2 -m 2 --forward nan": "forward must be a number from 0 upwards, got nan",
-    "show 1f1b -p 2 -m 2 --forward -1": "forward must be a number from 0 upwards, got -1",
-    "show 1f1b -p 2 -m 2 --forward 1,2,3": "forward has 3 values and the schedule has 2 stages",
+    "show 1f1b -p 2 -m 2 --forward nan": "forward must be a number >= 0, got nan",
+    "show 1f1b -p 2 -m 2 --forward -1": "forward must be a number >= 0, got -1",
+    "show 1f1b -p 2 -m 2 --forward 1,2,3": "forward has 3 values, but the schedule has 2 stages",
     "show 1f1b -p 2 -m 2 --forward many": "--forward takes a number",
     "show 1f1b -p 2 -m 2 --scale 1,2,3": "scale has 3 factors for 2 microbatches",
     "show 1f1b -p 2 -m 2 --costs nowhere.json": "cannot read nowhere.json: No such file",
@@ -358,7 +358,7 @@ def test_what_the_users_code_raises_is_one_line_with_its_place(models: Path, cap
     (models / "raises.py").write_text("import torch\n\ndef make():\n    return torch.nn.Linear(-1, 'x')\n")
     out = call("inspect raises:make", capsys, code=2)
     assert out.startswith("error: raises:make failed: TypeError: ")
-    assert out.endswith(", at raises.py:4 in make; --traceback shows all of it\n")
+    assert out.endswith(", at raises.py:4 in make; --traceback shows the full traceback\n")
     assert out.count("\n") == 1
     with pytest.raises(TypeError):
         run(["inspect", "raises:make", "--traceback"])

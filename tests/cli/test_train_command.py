@@ -65,9 +65,8 @@ def test_a_job_is_made_of_file_settings_and_flags_in_the_order_given(trainers: T
     words = "--training.steps 8 --set training.steps=9 job.toml --model.dim=64 --checkpoint.load_step -1"
     assert train(*words.split(), "--sample.prompt", "def ", "--compile.enable", "--no-checkpoint.enable") == 0
     (config,) = trainers.configs
-    assert config == Config.read(
-        "job.toml", "training.steps=9", "model.dim=64", "compile.enable=true", "checkpoint.enable=false"
-    )
+    settings = ["training.steps=9", "model.dim=64", "compile.enable=true", "checkpoint.enable=false"]
+    assert config == Config.read("job.toml", *settings, "sample.prompt='def '")
     assert capsys.readouterr() == ("", "")
     assert train("--set=training.steps=9", "--training.steps", "8") == 0
     assert trainers.configs[-1].training.steps == 8
@@ -120,10 +119,10 @@ def test_all_errors_of_words_and_file_are_reported_at_once(trainers: Trainers, c
         "  'model.dim=3' is neither an option nor a .toml file; did you mean --set model.dim=3?",
         "  unknown option --chek; did you mean --check?",
         "  there are two config files, job.toml and second.toml; pass one",
-        "  job.toml: training.steps must be an integer >= 1, got 0; for example steps = 400",
+        "  job.toml: training.steps must be an integer >= 1, got 0; for example steps = 800",
         "  unknown option --trainig.seed; did you mean --training.seed?",
         "  unknown option --no-training.seed; did you mean --training.seed?",
-        "  --training.steps has no value; write --training.steps=400",
+        "  --training.steps has no value; write --training.steps=800",
         "  --job.description has no value; write '--job.description=the first run'",
         '  model.dim must be an integer >= 1, got "x"; for example model.dim=64',
         "  unknown option --qqqqqq",
@@ -210,7 +209,7 @@ def test_help_fits_the_terminal_and_has_every_option(
         assert out.index(example) < out.index("╭")
     assert "KEY=VALUE" in shown
     assert all(option.help in shown for option in options().values())
-    assert "Number of optimizer steps. [>= 1; default: 400]" in shown
+    assert "Number of optimizer steps. [>= 1; default: 800]" in shown
 
 
 def test_help_check_and_the_printed_config_leave_torch_alone() -> None:

@@ -76,7 +76,8 @@ def test_a_secret_file_that_others_can_read_or_create_is_refused(tmp_path: Path)
 
 def test_the_secret_of_a_killed_rank_is_removed_by_the_next() -> None:
     code = (
-        "import os; from stageline.common.trust import SecretFile; print(SecretFile('x').path, flush=True); os._exit(9)"
+        "import os; from stageline.common.trust import SecretFile; file = SecretFile('x'); "
+        "print(file.path, flush=True); os._exit(9)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
     path = Path(done.stdout.strip())

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import stageline as sl
+from stageline.distributed.process_groups import own_groups
 from stageline.testing import assert_same_bits, one_process_step, run_ranks
 from support.gradients import gradients
 from support.pipelines import Block, batch, blocks, noisy, sizes, tied_model, token_loss, train_beside_the_loop
@@ -509,12 +511,12 @@ HERE = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT
     ("changed", "expected"),
     [
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two', which is not a whole number"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0, and at least 1 process is needed"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0, but at least 1 process is needed"),
         ({"RANK": "2"}, "RANK=2 and WORLD_SIZE=2: the rank must be at least 0 and below 2"),
-        ({"RANK": ""}, "WORLD_SIZE=2 and has no RANK"),
-        ({"MASTER_ADDR": "", "MASTER_PORT": ""}, "has no MASTER_ADDR and no MASTER_PORT"),
+        ({"RANK": ""}, "WORLD_SIZE=2 but no RANK"),
+        ({"MASTER_ADDR": "", "MASTER_PORT": ""}, "but no MASTER_ADDR and no MASTER_PORT"),
         ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK=1 and LOCAL_WORLD_SIZE=1"),
-        ({"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "0"}, "LOCAL_WORLD_SIZE=4 and only WORLD_SIZE=2"),
+        ({"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "0"}, "LOCAL_WORLD_SIZE=4 but only WORLD_SIZE=2"),
     ],
 )
 def test_an_environment_that_contradicts_itself_is_refused(
@@ -739,6 +741,32 @@ def over_and_over(rank: int) -> list[int]:
 def test_deleted_pipelines_leave_no_file_open() -> None:
     for counts in run_ranks(over_and_over, 2):
         assert counts[-1] == counts[1], counts
+
+
+def asks_from_several_threads(rank: int) -> list[str]:
+    pipe = sl.Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], loss_fn=functional.mse_loss, microbatches=2)
+    assert pipe.runner.host.layout.replicas == 1
+    groups = own_groups(pipe.runner.host.deadline, pipe.runner.host.layout)
+    failures: list[str] = []
+
+    def ask() -> None:
+        try:
+            for _ in range(300):
+                assert groups.lost() == ""
+        except Exception as error:
+            failures.append(repr(error))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return failures
+
+
+def test_several_threads_may_ask_at_once_whether_a_rank_was_lost() -> None:
+    """The rank itself asks, and so does the client of the failure monitor when it hears a verdict."""
+    assert run_ranks(asks_from_several_threads, 2) == [[], []]
 
 
 def interrupted(rank: int) -> str:

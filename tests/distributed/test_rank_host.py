@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import stageline as sl
+from stageline.distributed.thread_host import join_started
 from stageline.testing import assert_same_bits, one_process_step
 from support.gradients import gradients
 from support.pipelines import Block, batch
@@ -73,3 +74,26 @@ def test_ctrl_c_while_the_caller_waits_for_its_ranks(monkeypatch: pytest.MonkeyP
     assert runs < 16
     time.sleep(0.2)
     assert Slow.runs == runs, "nothing continues in the background"
+
+
+def test_a_thread_whose_start_is_not_complete_is_joined() -> None:
+    """An interrupt can reach the main thread while it starts one; `Thread.join` fails then."""
+    held, ran = threading.Event(), threading.Event()
+
+    class SlowStart(threading.Thread):
+        def _bootstrap(self) -> None:
+            assert held.wait(60)
+            super()._bootstrap()  # type: ignore[misc]
+
+    thread = SlowStart(target=ran.set)
+    starter = threading.Thread(target=thread.start)
+    starter.start()
+    while thread not in threading.enumerate():
+        time.sleep(0.001)
+    with pytest.raises(RuntimeError, match="before it is started"):
+        thread.join()
+    threading.Timer(0.1, held.set).start()
+    join_started(thread)
+    assert ran.is_set()
+    assert not thread.is_alive()
+    starter.join()

@@ -218,7 +218,7 @@ def test_a_circle_of_waiting_ranks_is_one_chain(tmp_path: Path) -> None:
     ]
     diagnosis = diagnose({rank: read_flight(path) for rank, path in enumerate(paths)})
     links = [f"rank {rank} waits for news of rank {(rank + 1) % 3}" for rank in range(3)]
-    chain = " → ".join([*links, "rank 0 again: a circle"])
+    chain = " → ".join([*links, "rank 0 again: a cycle"])
     assert diagnosis.chains == (chain,)
     assert any("stageline verify" in advice for advice in diagnosis.advice)
 

@@ -660,7 +660,7 @@ def test_every_attempt_shares_a_new_address_through_the_store(monkeypatch: pytes
 def test_invalid_arguments_are_clear_errors() -> None:
     with pytest.raises(ControlError, match="rank must be from 0 to 1, got 2"):
         MonitorClient.start(2, 2, lambda text: text)
-    with pytest.raises(ControlError, match="deadline is a number of seconds above 0, got 0"):
+    with pytest.raises(ControlError, match="deadline must be a number of seconds above 0, got 0"):
         MonitorClient.start(0, 2, lambda text: text, deadline=0.0)
     with pytest.raises(ControlError, match="host:port:token"):
         Address.parse("nonsense")

@@ -269,7 +269,7 @@ def test_a_pipeline_refuses_other_objects(stages: Any, message: str) -> None:
         ({"by": "parameters"}, r"split it first: sl\.Pipeline\(sl\.split\(model, stages=…, by=…\), …\)"),
         ({"split": "parameters"}, r"sl\.split\(model, stages=…, by=…\)"),
         ({"layers_per_stage": [2, 2]}, r"sl\.split\(model, stages=…, layers_per_stage=…\)"),
-        ({"schedule": None}, "schedule is a family such as '1f1b', a file, or a schedule from .*, got None"),
+        ({"schedule": None}, "schedule must be a family such as '1f1b', a file, or a schedule from .*, got None"),
         ({"ranks": "2"}, "ranks to be a whole number .*, got '2'"),
     ],
 )

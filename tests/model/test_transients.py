@@ -14,7 +14,8 @@ from torch.nn import functional
 
 import stageline as sl
 from stageline.model import measurement
-from stageline.model.measurement import CallBenchmark, PeakMeter, Timer, capture, is_host_bound, on_host, run_round
+from stageline.model.measurement import CallBenchmark, PeakMeter, Timer, is_host_bound, on_host, run_round
+from stageline.model.observation import capture
 from stageline.model.profile import Layer, Profile, read_profile, stage_transients
 from stageline.model.profiler import LOSS, with_loss
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import stageline as sl
 from stageline.cli.app import run
-from stageline.planning.costs import SizedProfiles
+from stageline.planning.profiles import SizedProfiles
 from stageline.planning.tensor_parallel import CutUnit, TensorParallel, cut_units
 from stageline.schedules.sharding import lower_sharding
 from stageline.tensors.sharded import local
@@ -47,7 +47,7 @@ def test_replicas_may_divide_the_optimizer_state() -> None:
     whole, part = plan(mesh=mesh).memory[0], plan(mesh=mesh, shard_optimizer=True).memory[0]
     assert part == whole._replace(optimizer=whole.optimizer / 4)
     assert plan(ranks=2, shard_optimizer=True).memory == plan(ranks=2).memory
-    with pytest.raises(sl.StagelineError, match="shard_optimizer is True or False, got 2"):
+    with pytest.raises(sl.StagelineError, match="shard_optimizer must be True or False, got 2"):
         plan(ranks=2, shard_optimizer=2)
 
 

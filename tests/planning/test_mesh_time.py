@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +13,15 @@ from hypothesis import strategies as st
 
 import stageline as sl
 from stageline.cli.app import run
-from stageline.planning.network import all_gather, all_reduce, read_network
+from stageline.planning import devices, search
+from stageline.planning.candidates import Evaluator
+from stageline.planning.devices import MeshSearch
+from stageline.planning.mesh import all_gather, all_reduce, read_network
 from stageline.train.gpt import GPT
 from support.profiles import even, layer, profile_of
 
 UNITS: dict[str, Any] = {"forward": 1.0, "parameters": 400, "message": 60}
-REQUEST: dict[str, Any] = {"microbatches": 4, "schedule": "1f1b", "recompute": "none", "time_limit": 0.2}
+REQUEST: dict[str, Any] = {"microbatches": 4, "schedule": "1f1b", "recompute": "none", "time_limit": 5.0}
 
 
 def plan(units: int = 4, profile: sl.Profile | None = None, **more: Any) -> sl.Plan:
@@ -180,11 +184,11 @@ def test_a_file_has_one_row_per_rank(name: str, capsys: pytest.CaptureFixture[st
         ({"devices": 7, "bandwidth": 1}, "no mesh of 7 devices is possible: microbatches=4 cannot"),
         ({"mesh": {"pp": 2, "tp": 2}, "bandwidth": {"pp": 1}}, "no value for tp, a dimension of the mesh of size 2"),
         ({"ranks": 2, "bandwidth": {"tpp": 1}}, r"each dimension of the mesh once .* got 'tpp'"),
-        ({"ranks": 2, "bandwidth": [[1, 2]]}, "a square of one row per rank"),
+        ({"ranks": 2, "bandwidth": [[1, 2]]}, "a square matrix with one row per rank"),
         ({"ranks": 2, "bandwidth": [[1, 0], [1, 1]]}, "above 0 between any two ranks"),
         ({"ranks": 2, "bandwidth": "fast"}, "takes a size, like 24GiB or 10G"),
         ({"ranks": 2, "bandwidth": "none.json"}, "none.json"),
-        ({"ranks": 2, "transfer": -1.0}, "transfer must be a number from 0 upwards"),
+        ({"ranks": 2, "transfer": -1.0}, "transfer must be a number >= 0"),
         ({"ranks": 2, "speed": [1, 0]}, "speed must be a number above 0, or one for each of the 2 pipeline ranks"),
         ({"mesh": {"pp": 2, "tp": 3}, "speed": [1] * 4}, "2 pipeline ranks or 6 processes"),
     ],
@@ -301,3 +305,29 @@ def test_more_bandwidth_is_never_slower(
     assert fast.step_seconds <= slow.step_seconds * (1 + 1e-9)
     assert slow.bound is not None
     assert slow.bound <= slow.step_seconds
+
+
+def test_a_search_over_meshes_ends_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock on which every simulation takes a second, only the one that runs when time is up exceeds the limit."""
+    clock = SimpleNamespace(now=0.0)
+    clock.monotonic = lambda: clock.now
+    simulate = Evaluator.simulate
+
+    def simulate_in_a_second(evaluator: Evaluator, *arguments: Any) -> sl.Timeline:
+        clock.now += 1.0
+        return simulate(evaluator, *arguments)
+
+    monkeypatch.setattr(Evaluator, "simulate", simulate_in_a_second)
+    monkeypatch.setattr(search.PlanSearch, "_synthesize", lambda plans: None)  # it has a clock of its own
+    monkeypatch.setattr(devices, "time", clock)
+    monkeypatch.setattr(search, "time", clock)
+    ends = []
+    run_search = MeshSearch.run
+
+    def run_and_note(meshes: MeshSearch) -> None:
+        run_search(meshes)
+        ends.append(clock.now)
+
+    monkeypatch.setattr(MeshSearch, "run", run_and_note)
+    plan(8, devices=8, bandwidth=20, tp=[1], microbatches=8, schedule="auto", time_limit=30.0)
+    assert 27 <= ends[0] <= 31

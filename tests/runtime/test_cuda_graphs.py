@@ -169,7 +169,7 @@ def test_reduce_overhead_means_cuda_graphs() -> None:
 
 
 def test_cuda_graphs_is_a_bool() -> None:
-    with pytest.raises(sl.StagelineError, match="cuda_graphs is True or False, got 1"):
+    with pytest.raises(sl.StagelineError, match="cuda_graphs must be True or False, got 1"):
         pair(blocks(2), schedule="1f1b", cuda_graphs=1)
 
 

@@ -222,14 +222,14 @@ def test_tensor_parallel_rows_train_as_the_plain_loop_and_mistakes_are_named() -
         "renamed": r"parallelize changed the names of the parameters of stage \d: \d.norm.weight is gone and "
         r"\d.other.weight is new; keep them",
         "halved": r"parallelize changed the shape of \d.up.weight from \(16, 8\) to \(8, 8\)",
-        "nothing": r"the mesh has tp 2, and nothing says which layers are cut: Sequential has no tp_plan; pass",
-        "graphs": r"cuda_graphs=True does not go together with stages whose parameters are sharded",
-        "compile": r"compile= does not go together with layers that tensor parallel cuts \(the mesh has tp 2\)",
+        "nothing": r"the mesh has tp 2, but nothing says which layers are cut: Sequential has no tp_plan; pass",
+        "graphs": r"cuda_graphs=True cannot be combined with stages whose parameters are sharded",
+        "compile": r"compile= cannot be combined with layers that tensor parallel cuts \(the mesh has tp 2\)",
         "two directions": r"parallelize is applied to a stage with .*, whose parameters other stages or ranks also use",
-        "not callable": r"parallelize is a function of a stage and a mesh that changes the stage in place, got 'tp'",
-        "unnamed": r"mesh= is a DeviceMesh whose dimensions are named pp, dp, dp_replicate, dp_shard, tp, in any "
+        "not callable": r"parallelize must be a function of a stage and a mesh that changes the stage in place, got",
+        "unnamed": r"mesh= must be a DeviceMesh whose dimensions are named pp, dp, dp_replicate, dp_shard, tp, in any "
         r"order, and DeviceMesh.* has no names: pass mesh_dim_names=",
-        "unknown": r"the mesh has the dimension 'shards' of size 2, and a pipeline knows pp, dp, dp_replicate, "
+        "unknown": r"the mesh has the dimension 'shards' of size 2, but a pipeline supports only pp, dp, dp_replicate, "
         r"dp_shard, tp; rename it \(did you mean 'dp_shard'\?\), or create a mesh without it",
         "context": r"the mesh has the dimension 'cp' of size 2, .*; context parallel is not supported",
         "too small": r"the mesh \(pp 2\) holds the processes \[0, 1\], and 4 were started: it must hold each of them "

@@ -320,7 +320,7 @@ def test_sharded_rows_train_as_the_plain_loop() -> None:
         assert "on rank 0 and is whole on rank 1: let parallelize cut both in the same way, or" in errors["tied"]
         assert errors["name"] == "process 3 (pp 1, dp_shard 1)"
         assert "1f1b has shard actions for the stages [0], and [0, 1] are sharded" in errors["stages"]
-        assert errors["often"] == "reshard_after_forward is default, always or never, got 'often'"
+        assert errors["often"] == "reshard_after_forward must be default, always or never, got 'often'"
 
 
 def with_more_options(rank: int) -> None:

@@ -338,7 +338,8 @@ def test_an_exception_is_named_by_all_and_harms_no_later_step(culprit: int) -> N
 def test_faults_are_named_by_every_survivor_in_time(fault: str) -> None:
     """The benchmark runs ten of each; here it runs two, on ranks 0 and 1 of four."""
     command = [sys.executable, str(ROOT / "benchmarks" / "nccl_faults.py"), "--cases", "2", "--only", fault, "--json"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stderr
     for case in json.loads(run.stdout):
         assert not case["problems"], case
 

@@ -264,7 +264,7 @@ def everything(rank: int) -> list[str]:
 
 def test_replicas_that_share_the_optimizer_state_have_the_same_bits() -> None:
     for first, second in run_ranks(everything, 4, timeout=120):
-        assert first == "shard_optimizer is True or False, got 1"
+        assert first == "shard_optimizer must be True or False, got 1"
         assert "differ in shard_optimizer: rank 0 has 'True' and rank 1 has 'False'" in second
 
 

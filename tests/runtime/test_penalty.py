@@ -122,7 +122,7 @@ def test_a_penalty_that_cannot_be_right_is_refused() -> None:
                 model, loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=4, penalty=penalty
             ).step(x, y)
 
-    refused(0.1, "penalty is a function of a parameter's name and the parameter, got 0.1")
+    refused(0.1, "penalty must be a function of a parameter's name and the parameter, got 0.1")
     refused(
         lambda name, parameter: parameter * 2,
         r"a tensor with one element.* for 0.norm.weight it returned a tensor of shape \(8,\)",

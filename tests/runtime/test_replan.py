@@ -263,11 +263,11 @@ def test_backward_halves_that_were_not_measured_are_not_guessed() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"replan": "always"}, "replan is 'off', 'warn' or 'auto', got 'always'"),
+        ({"replan": "always"}, "replan must be 'off', 'warn' or 'auto', got 'always'"),
         ({"replan": "atuo"}, r"did you mean 'auto'\?"),
-        ({"replan": "warn", "replan_every": 1}, "replan_every is a number of steps from 2 on, got 1"),
-        ({"replan": "warn", "planned": 5}, "planned is sl.Costs"),
-        ({"replan": "warn", "planned": sl.Costs(forward=[1, 2, 3])}, "forward has 3 values and the schedule has 2"),
+        ({"replan": "warn", "replan_every": 1}, "replan_every must be an integer >= 2, got 1"),
+        ({"replan": "warn", "planned": 5}, "planned must be sl.Costs"),
+        ({"replan": "warn", "planned": sl.Costs(forward=[1, 2, 3])}, "forward has 3 values, but the schedule has 2"),
     ],
 )
 def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:

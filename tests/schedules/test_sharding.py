@@ -158,7 +158,7 @@ def test_options_are_checked() -> None:
     schedule = sl.schedule("1f1b", 2, 2)
     with pytest.raises(sl.ScheduleError, match=r"default, always or never, got 'sometimes'"):
         lower_sharding(schedule, reshard_after_forward="sometimes")  # type: ignore[arg-type]
-    with pytest.raises(sl.ScheduleError, match=r"prefetch is a number of entries from 0, got -1"):
+    with pytest.raises(sl.ScheduleError, match=r"prefetch must be an integer >= 0, got -1"):
         lower_sharding(schedule, prefetch=-1)
     with pytest.raises(sl.ScheduleError, match=r"stage 2 does not exist; there are 2"):
         lower_sharding(schedule, [2])

@@ -123,6 +123,29 @@ def test_a_tap_shows_the_tooltip_on_a_phone(visitor: Visitor) -> None:
         assert has_no_sideways_scroll(page)
 
 
+def test_the_page_that_was_opened_last_is_the_one_shown(visitor: Visitor) -> None:
+    """Pages that load slowly come neither after it nor below it, and do not write their address over its own."""
+    page = visitor.open("runs", **WIDE)
+    page.get_by_text("Loss").first.wait_for()
+    waiting: list[Any] = []
+    page.route("**/api/catalogue", lambda route: waiting.append(route))
+    for count, state in enumerate(("schedules", "plan", "runs"), 1):
+        page.evaluate(f"location.hash = '#{state}'")
+        while len(waiting) < count:
+            page.wait_for_timeout(10)
+    for route in reversed(waiting):
+        route.continue_()
+    page.get_by_text("Loss").first.wait_for()
+    page.unroute("**/api/catalogue")
+    page.evaluate("location.hash = '#plan'; history.replaceState(null, '', '#runs')")  # before the event of the first
+    page.locator(".drop").wait_for()
+    page.wait_for_url(re.compile("#plan$"))
+    page.evaluate("location.hash = '#runs'")
+    page.get_by_text("Loss").first.wait_for()
+    assert page.locator("#page > *").count() == 1, page.locator("#page").inner_html()[:500]
+    assert page.url.endswith("#runs")
+
+
 def test_a_synthesis_becomes_the_second_schedule_and_is_exported(visitor: Visitor) -> None:
     page = visitor.open("schedules?ranks=2&microbatches=4", **WIDE)
     page.get_by_role("button", name="Synthesize").click()
@@ -165,6 +188,18 @@ def test_the_cut_of_a_profile_is_dragged(visitor: Visitor, tmp_path: Path) -> No
     page.wait_for_url(re.compile("counts=7,1"))
     page.get_by_text("Border 1 of 1: between layers.6 and layers.7").wait_for()
     assert text(makespan) != before
+    waiting: list[Any] = []
+    page.route("**/api/plan", lambda route: waiting.append(route))
+    for _ in range(3):  # faster than the answers
+        page.keyboard.press("ArrowLeft")
+    for count in (1, 2):
+        while len(waiting) < count:
+            page.wait_for_timeout(10)
+        page.keyboard.press("ArrowLeft")
+        waiting[-1].continue_()
+    page.unroute("**/api/plan")
+    page.wait_for_url(re.compile("counts=2,6"))
+    page.get_by_text("Border 1 of 1: between layers.1 and layers.2").wait_for()
 
 
 def test_a_tap_shows_the_tooltip_of_a_timeline_in_a_file(visitor: Visitor, tmp_path: Path) -> None:

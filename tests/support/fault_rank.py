@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import stageline as sl
+from stageline.distributed.thread_host import join_started
 from stageline.tensors.pytree import Leaf
 from stageline.testing import FaultyStage, FaultyTransport, assert_same_bits, one_process_step
 from stageline.transport.protocol import Message
@@ -227,7 +228,7 @@ class Job:
         mine = [thread for thread in threading.enumerate() if thread.name.startswith("stageline")]
         mine = [thread for thread in mine if thread.name not in ("stageline control", "stageline keeper")]
         for thread in mine:
-            thread.join(5.0 if thread.name == "stageline store" else 60.0)  # whose store froze stays
+            join_started(thread, 5.0 if thread.name == "stageline store" else 60.0)  # whose store froze stays
         return [thread.name for thread in mine if thread.is_alive()]
 
 

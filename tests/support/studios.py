@@ -100,10 +100,10 @@ def studio(*arguments: str | Path) -> Iterator[RunningStudio]:
 @contextmanager
 def chromium() -> Iterator[Any]:
     """Start Chromium; skip the test by name if it or playwright is missing."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test-browser")
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make install")
     path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if path is None:
-        pytest.skip("chromium is not installed: make test-browser")
+        pytest.skip("chromium is not installed; as root, make chromium installs it through apt")
     with playwright.sync_playwright() as tools:
         browser = tools.chromium.launch(executable_path=path, args=["--no-sandbox"])
         try:

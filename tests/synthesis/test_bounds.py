@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from itertools import islice, product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -113,6 +114,54 @@ def tiny(draw: st.DrawFn) -> Problem:
     free = problem_of(costs, ranks, count, None, *arguments)
     room = dice.choice([0, 0, 2, 5, math.inf])
     return problem_of(costs, ranks, count, [least + room for least in free.least_memory], *arguments)
+
+
+def tight_problem(dice: random.Random) -> Problem:
+    """An instance with one stage a rank and memory for two or three microbatches, so that forwards meet gradients."""
+    ranks, count = dice.choice([(3, 6), (4, 5), (4, 6), (5, 6)])
+
+    def some(low: int, high: int) -> list[int]:
+        return [dice.randint(low, high) for _ in range(ranks)]
+
+    costs = sl.Costs(
+        forward=dice.choice([some(3, 6), [4] * ranks]),
+        backward_input=dice.choice([some(3, 6), [4] * ranks]),
+        backward_weight=some(0, 2),
+        transfer=dice.choice([0, 1, 2]),
+        residue=dice.choice([0, 0.5, 1]),
+        scale=dice.choice([None, None, [dice.choice([1, 2]) for _ in range(count)]]),
+    )
+    arguments = (1, "loop", dice.choice(["makespan", "span"]), dice.choice([True, False, None]))
+    least = problem_of(costs, ranks, count, None, *arguments).least_memory
+    rooms: list[list[float]] = [[1] * ranks, [1.5] * ranks, [*some(1, 2)]]
+    caps = [need + more for need, more in zip(least, dice.choice(rooms), strict=True)]
+    return problem_of(costs, ranks, count, caps, *arguments)
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=examples(60))
+def test_crossings_raise_no_bound_above_the_optimum(seed: int) -> None:
+    problem = tight_problem(random.Random(seed))
+    bound = lower_bound(problem)
+    with patch("stageline.synthesis.bounds.floors_of", lambda relaxation, heads: {}):  # the solver must not use them
+        board, plan = Board(problem), sequential_plan(problem)
+        ends = end_times(board, plan.programs)
+        assert ends is not None
+        starts = {code: ends[code] - board.durations[code] for program in plan.programs for code in program}
+        limits: dict[str, Any] = {"seconds": 60, "effort": 5, "seed": 0, "on_bound": lambda bound: None}
+        result = exact_search(board, starts, lower_bound(problem), plan.value, **limits)
+    if result.programs is not None:  # at least as long as the optimum, even if time ran out
+        timeline = sl.simulate(schedule_of(problem, result.programs), problem.costs)
+        achieved = timeline.makespan if problem.objective == "makespan" else timeline.span
+        assert bound <= achieved * (1 + 1e-9)
+
+
+def test_crossings_prove_what_rank_loads_do_not() -> None:
+    costs = sl.Costs(forward=10, backward_input=10.5, backward_weight=8, transfer=0.5)
+    problem = problem_of(costs, 4, 16, 2, 1, "loop", "span", True)
+    with patch("stageline.synthesis.bounds.floors_of", lambda relaxation, heads: {}):
+        without = lower_bound(problem)
+    assert lower_bound(problem) > 1.05 * without
 
 
 def best_of_states(problem: Problem) -> float:

@@ -201,7 +201,7 @@ WRONG: dict[str, tuple[list[Any], Any, str]] = {
         "version 2 of the timeline format is not supported",
     ),
     "no costs": (["costs"], ..., "'costs' is missing"),
-    "bad costs": (["costs"], {"forward": -1}, "forward must be a number from 0"),
+    "bad costs": (["costs"], {"forward": -1}, "forward must be a number >= 0"),
     "costs of other stages": (["costs"], {"forward": [1, 2, 3]}, "forward has 3 values"),
     "no schedule": (["schedule"], ..., "not a schedule"),
     "an incomplete schedule": (["schedule", "programs", 0], ["0F0", "0F1", "0B0"], "never runs B .* for microbatch 1"),

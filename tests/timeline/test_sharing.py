@@ -154,12 +154,12 @@ def test_shares_of_hosts_and_their_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: sl.Share([], 1), "different whole numbers"),
-        (lambda: sl.Share([0, 0], 1), "different whole numbers"),
-        (lambda: sl.Share([0, -1], 1), "different whole numbers"),
+        (lambda: sl.Share([], 1), "different integers"),
+        (lambda: sl.Share([0, 0], 1), "different integers"),
+        (lambda: sl.Share([0, -1], 1), "different integers"),
         (lambda: sl.Share([0], 0), "capacity of a share must be a number above 0"),
         (lambda: sl.Share([0], 1, [1.5]), "speeds of a share must be numbers above 0 and at most 1"),
-        (lambda: sl.SharedLink([], [1]), "sources of a shared link must be different whole numbers"),
+        (lambda: sl.SharedLink([], [1]), "sources of a shared link must be different integers"),
         (lambda: sl.SharedLink([0], [1], 0), "capacity of a shared link must be a number above 0"),
         (lambda: sl.Costs(shares=[(0, 1)]), "shares must be a list of sl.Share"),  # type: ignore[list-item]
         (lambda: sl.Costs(links=[sl.Share([0], 1)]), "links must be a list of sl.SharedLink"),  # type: ignore[list-item]

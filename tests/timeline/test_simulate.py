@@ -466,7 +466,7 @@ def test_costs_are_read_from_a_file(tmp_path: Path) -> None:
         ("[" * 100_000, "not JSON"),
         ("[1, 2]", "costs must be an object"),
         ('{"forward": NaN}', "not JSON: NaN is not allowed"),
-        ('{"forward": 1e999}', "forward must be a number from 0 upwards, got inf"),
+        ('{"forward": 1e999}', "forward must be a number >= 0, got inf"),
         ('{"forward": ' + "9" * 400 + "}", "forward must be"),
         ('{"forward": null}', "forward must be"),
         ('{"message": null}', "message must be"),
@@ -490,13 +490,13 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given_costs", "message"),
     [
-        ({"forward": -1}, r"forward must be a number from 0 upwards, got -1"),
+        ({"forward": -1}, r"forward must be a number >= 0, got -1"),
         ({"forward": float("nan")}, r"forward must be .*nan"),
         ({"transfer": float("inf")}, r"transfer must be .*inf"),
-        ({"forward": [1, -2]}, r"forward\[1\] must be a number from 0 upwards, got -2"),
+        ({"forward": [1, -2]}, r"forward\[1\] must be a number >= 0, got -2"),
         ({"residue": [1, float("nan")]}, r"residue\[1\] must be .*nan"),
         ({"transfer": [[0, 1], [-1, 0]]}, r"transfer\[1\]\[0\] must be .*-1"),
-        ({"transfer": [1, 2]}, r"transfer must be one number, or a square of one row per rank"),
+        ({"transfer": [1, 2]}, r"transfer must be one number, or a square matrix with one row per rank"),
         ({"transfer": [[0, 1]]}, r"transfer must be one number, or a square"),
         ({"forward": [[1, 2], [3, 4]]}, r"forward must be one number, or one per stage"),
         ({"forward": []}, r"forward must be one number, or one per stage"),
@@ -505,8 +505,8 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         ({"forward": None}, r"forward must be"),
         ({"bandwidth": 0}, r"bandwidth must be above 0"),
         ({"transient": {"X": 1}}, r"transient has an entry for 'X'; actions are F, B, I and W"),
-        ({"transient": {"F": -1}}, r"transient\['F'\] must be a number from 0 upwards"),
-        ({"scale": 2}, r"scale is one factor per microbatch"),
+        ({"transient": {"F": -1}}, r"transient\['F'\] must be a number >= 0"),
+        ({"scale": 2}, r"scale must have one factor per microbatch"),
         ({"scale": [1, -1]}, r"scale\[1\] must be"),
     ],
     ids=str,
@@ -519,12 +519,12 @@ def test_costs_that_no_step_can_have_are_refused_by_name(given_costs: dict[str, 
 @pytest.mark.parametrize(
     ("given_costs", "message"),
     [
-        ({"forward": [1, 2, 3]}, "forward has 3 values and the schedule has 2 stages"),
-        ({"backward_weight": [1]}, "backward_weight has 1 values and the schedule has 2 stages"),
-        ({"activation": [1, 2, 3]}, "activation has 3 values and the schedule has 2 stages"),
-        ({"transfer": [[0] * 3] * 3}, "transfer has 3 rows and columns and the schedule has 2 ranks"),
+        ({"forward": [1, 2, 3]}, "forward has 3 values, but the schedule has 2 stages"),
+        ({"backward_weight": [1]}, "backward_weight has 1 values, but the schedule has 2 stages"),
+        ({"activation": [1, 2, 3]}, "activation has 3 values, but the schedule has 2 stages"),
+        ({"transfer": [[0] * 3] * 3}, "transfer has 3 rows and columns, but the schedule has 2 ranks"),
         ({"scale": [1, 1]}, "scale has 2 factors for 4 microbatches"),
-        ({"bandwidth": 1, "message": [1] * 5}, "message has 5 values and the schedule has 2 stages"),
+        ({"bandwidth": 1, "message": [1] * 5}, "message has 5 values, but the schedule has 2 stages"),
     ],
     ids=str,
 )
@@ -578,7 +578,7 @@ def test_every_family_does_the_same_work_however_its_backward_is_given() -> None
 
 @pytest.mark.parametrize("name", ["message", "overlap", "residue"])
 def test_a_list_of_the_wrong_length_is_refused_even_where_it_is_not_used(name: str) -> None:
-    with pytest.raises(sl.CostError, match=f"{name} has 3 values and the schedule has 2 stages"):
+    with pytest.raises(sl.CostError, match=f"{name} has 3 values, but the schedule has 2 stages"):
         sl.simulate(cached_schedule("gpipe", 2, 2), sl.Costs.from_json({name: [1, 2, 3]}))
 
 

@@ -21,7 +21,7 @@ from stageline.train.config.config import Config
 from stageline.train.data import Tokens
 from stageline.train.step import StepResult
 from stageline.train.trainer import Result, Trainer
-from stageline.train.validation_metrics import EvalPrediction
+from stageline.train.validation import EvalPrediction
 
 SIZES = (
     "training.local_batch_size=4",

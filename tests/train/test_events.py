@@ -8,6 +8,7 @@ import math
 import os
 import pty
 import re
+import resource
 import select
 import subprocess
 import sys
@@ -127,6 +128,26 @@ def test_a_cut_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch:
         MetricsFile(path, resume_step=2)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+def test_a_line_that_cannot_be_written_leaves_no_part_and_is_named_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The limit of the size of a file stands for a full disk: the first bytes of a line still fit."""
+    path, limits = tmp_path / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    logs = Logs(Config(), tmp_path, main=True, total_steps=2)
+    logs.event("start", step=0, resumed=False)
+    before = path.read_bytes()
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 9, limits[1]))
+        for row in (step_row(1), {"event": "end", "step": 1, "why": "failed: the disk is full"}):
+            with pytest.raises(StagelineError, match=r"^cannot write .*metrics\.jsonl: File too large$"):
+                logs.event(**row)
+        logs.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == before
+    assert capsys.readouterr().out.endswith("ended after 1 of 2 steps: failed: the disk is full\n")
 
 
 def test_going_on_without_a_step_keeps_all_but_a_torn_line(tmp_path: Path) -> None:
@@ -372,7 +393,7 @@ def in_a_terminal(folder: Path, settings: str, last: str = "logs.close()") -> st
     """What a job of its own process writes to a real terminal."""
     main, other = pty.openpty()
     code = JOB.format(settings=settings, folder=str(folder), last=last)
-    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80"}
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "PYTHON_COLORS": "0"}
     with subprocess.Popen([sys.executable, "-c", code], stdout=other, stderr=other, env=environment):
         os.close(other)
         output = b""

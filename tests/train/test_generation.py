@@ -11,10 +11,12 @@ from torch.nn import functional
 
 import stageline as sl
 from stageline.cli.app import run
-from stageline.train.checkpoint import Writer
+from stageline.train.checkpoint import Writer, open_checkpoint
 from stageline.train.config.config import Config
+from stageline.train.data.byte_pairs import BytePairs, python_tokenizer
 from stageline.train.data.tokenizer import Bytes
 from stageline.train.generation import Sampling, generate
+from stageline.train.generation_job import _tokenizer
 from stageline.train.gpt import GPT
 
 Capture = pytest.CaptureFixture[str]
@@ -61,6 +63,26 @@ def test_the_prompt_of_the_run_and_one_checkpoint(trained: Path, capsys: Capture
     text = generated(trained, capsys, *one)
     assert text.startswith("class ")
     assert text == generated(trained / "checkpoint/step-00000003", capsys, *one, "--prompt", "class ")
+
+
+def test_text_is_drawn_as_the_run_does_unless_told_otherwise(trained: Path, capsys: Capture) -> None:
+    one = ("--launcher", "threads", "-p", "1")
+    text, sample = generated(trained, capsys, *one), Config().sample
+    assert text == generated(
+        trained, capsys, *one, "--temperature", str(sample.temperature), "--top-p", str(sample.top_p)
+    )
+    assert text != generated(trained, capsys, *one, "--temperature", "5", "--top-p", "1")
+
+
+def test_a_run_keeps_the_merges_it_was_trained_with(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    config, other = Config.read(None, "model.tokenizer_path=python"), BytePairs("python", [(100, 101)])
+    for name, tokenizer in (("same", python_tokenizer()), ("other", other)):
+        with Writer(tmp_path / name) as writer:
+            writer.save(1, {"weight": torch.zeros(1)}, assets=tokenizer.files())
+        with open_checkpoint(tmp_path / name / "step-00000001") as checkpoint:
+            assert _tokenizer("", config, checkpoint).encode("def ").tolist() == tokenizer.encode("def ").tolist()
+            assert isinstance(_tokenizer("python", config, checkpoint), BytePairs)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 
 from stageline.testing import Child, ForkServer
+from stageline.train.checkpoint import newest
 from stageline.train.events import read_metrics
 from support.hosts import Network
 from support.jobs import losses, weights
@@ -36,19 +39,30 @@ def start_launchers(
     *,
     on_loss: Sequence[str] = ("spare",),
     kills: Sequence[tuple[int, int, str, int]] = (),
-    cut: str = "",
+    pauses: Sequence[tuple[int, int, int, Path]] = (),
+    more: Sequence[str] = (),
+    only: int | None = None,
 ) -> list[Child]:
-    """Start a launcher on every host, with so many ranks and spares."""
-    words = [*settings_of(tokens, "parts", sum(own for own, _ in hosts)), "comm.train_timeout_seconds=8"]
+    """Start a launcher on every host, or on one, with so many ranks and spares."""
+    words = [*settings_of(tokens, "parts", sum(own for own, _ in hosts)), "comm.train_timeout_seconds=8", *more]
+    waits = [[*where, str(mark)] for *where, mark in pauses]
     launchers = []
     for number, (own, spares) in enumerate(hosts):
-        place = [len(hosts), number, network.hosts[0].address, 29400, 4.0]
-        arguments: list[Any] = [place, own, spares, list(on_loss), words, list(kills), cut]
-        log = network.log(number)
-        launchers.append(
-            network.hosts[number].start(server, LAUNCHER, "launch", arguments, log=log, environment=SECRET)
-        )
+        if only in (None, number):
+            place = [len(hosts), number, network.hosts[0].address, 29400, 4.0]
+            arguments: list[Any] = [place, own, spares, list(on_loss), words, list(kills), waits]
+            log = network.log(number)
+            launchers.append(
+                network.hosts[number].start(server, LAUNCHER, "launch", arguments, log=log, environment=SECRET)
+            )
     return launchers
+
+
+def wait_for(mark: Path, network: Network) -> None:
+    end = time.monotonic() + 150
+    while not mark.exists():
+        assert time.monotonic() < end, logs(network, 3)
+        time.sleep(0.05)
 
 
 def logs(network: Network, count: int) -> str:
@@ -95,11 +109,9 @@ def test_a_host_that_is_cut_off_is_replaced_by_spares_of_another(
     monkeypatch.chdir(tmp_path)
     cut = tmp_path / "cut"
     with Network(tmp_path / "network", 3, separate=False) as network:
-        launchers = start_launchers(network, fork_server, tokens, [(1, 0), (1, 0), (0, 1)], cut=str(cut))
-        end = time.monotonic() + 100
-        while not Path(f"{cut}-ready").exists():
-            assert time.monotonic() < end, logs(network, 3)
-            time.sleep(0.05)
+        pauses = [(0, 1, 8, cut)]
+        launchers = start_launchers(network, fork_server, tokens, [(1, 0), (1, 0), (0, 1)], pauses=pauses)
+        wait_for(Path(f"{cut}-ready"), network)
         network.hosts[lost].cut()
         cut.touch()
         outputs = network.wait(launchers, 200)
@@ -111,3 +123,99 @@ def test_a_host_that_is_cut_off_is_replaced_by_spares_of_another(
     (row,) = read_metrics(tokens.parent / "parts" / "metrics.jsonl").of("recovery")
     assert (row["action"], row["state"]) == ("spare", "memory")
     assert f"rank {lost} was on host {lost} (10.77.0.{lost + 1}), which is lost: not heard for" in row["lost"][0]
+
+
+@pytest.mark.host_matrix
+@pytest.mark.parametrize("lost", [0, 1])
+def test_processes_of_a_host_that_comes_back_are_spares(
+    lost: int,
+    tokens: Path,
+    tmp_path: Path,
+    fork_server: ForkServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run(tokens, "whole", [])
+    monkeypatch.chdir(tmp_path)
+    killed, back = tmp_path / "killed", tmp_path / "back"
+    with Network(tmp_path / "network", 3, separate=False) as network:
+        options: dict[str, Any] = {
+            "pauses": [(0, 1, 8, killed), (1, 1, 4, back)],
+            "kills": [(1, lost, "step", 9)],  # of the process that took its place
+        }
+        counts = [(1, 0), (1, 0), (0, 1)]
+        launchers = start_launchers(network, fork_server, tokens, counts, **options)
+        wait_for(Path(f"{killed}-ready"), network)
+        launchers[lost].signal(signal.SIGKILL)
+        killed.touch()
+        wait_for(Path(f"{back}-ready"), network)
+        [launchers[lost]] = start_launchers(network, fork_server, tokens, counts, only=lost, **options)
+        wait_for(tmp_path / f"host{lost}-logs" / "rank-3.log", network)  # its process, as the next spare one
+        time.sleep(1.0)  # until the one that leads has heard of it
+        back.touch()
+        outputs = network.wait(launchers, 200)
+        assert [launcher.code for launcher in launchers] == [0, 0, 0], outputs
+        assert f"stageline: host {lost} (10.77.0.{lost + 1}) is back" in outputs[1 - lost]
+    assert_same(tokens)
+    rows = read_metrics(tokens.parent / "parts" / "metrics.jsonl").of("recovery")
+    assert [row["action"] for row in rows] == ["spare", "spare"]
+
+
+@pytest.mark.host_matrix
+def test_the_replica_of_a_host_that_comes_back_joins_again(
+    tokens: Path, tmp_path: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    killed, never = tmp_path / "killed", tmp_path / "never"
+    with Network(tmp_path / "network", 3, separate=False) as network:
+        options: dict[str, Any] = {
+            "pauses": [(0, 1, 8, killed), (1, 0, 4, never)],  # until the replica is announced
+            "more": ["parallelism.pipeline_parallel_degree=1", "parallelism.data_parallel_replicate_degree=2"],
+            "on_loss": ["shrink_replicas"],
+        }
+        counts = [(1, 0), (1, 0), (0, 0)]
+        launchers = start_launchers(network, fork_server, tokens, counts, **options)
+        wait_for(Path(f"{killed}-ready"), network)
+        launchers[1].signal(signal.SIGKILL)
+        wait_for(Path(f"{never}-ready"), network)
+        [launchers[1]] = start_launchers(network, fork_server, tokens, counts, only=1, **options)
+        outputs = network.wait(launchers, 200)
+        assert [launcher.code for launcher in launchers] == [0, 0, 0], outputs
+    history = read_metrics(tokens.parent / "parts" / "metrics.jsonl")
+    assert [row["action"] for row in history.of("recovery")] == ["shrink_replicas", "return"]
+    assert [row["step"] for row in history.of("step")] == list(range(1, 17))
+
+
+@pytest.mark.host_matrix
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_spare_on_a_host_with_its_own_folder_gets_its_state_from_an_object_store(
+    lost: int,
+    tokens: Path,
+    tmp_path: Path,
+    fork_server: ForkServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("fsspec")
+    run(tokens, "whole", [])
+    monkeypatch.chdir(tmp_path)
+    killed, store = tmp_path / "killed", tmp_path / "store"
+    with Network(tmp_path / "network", 3, separate=True) as network:
+        pauses = [(0, 1, 8, killed)]
+        more = [f"job.dump_folder={network.shared_path}/run", f"checkpoint.folder=objects://{store}"]
+        counts = [(1, 0), (1, 0), (0, 1)]
+        launchers = start_launchers(network, fork_server, tokens, counts, pauses=pauses, more=more)
+        wait_for(Path(f"{killed}-ready"), network)
+        wait_for(store / "step-00000005" / "manifest.json", network)
+        launchers[lost].signal(signal.SIGKILL)
+        killed.touch()
+        del launchers[lost]
+        outputs = network.wait(launchers, 200)
+        assert [launcher.code for launcher in launchers] == [0, 0], outputs
+        main = network.hosts[2 if lost == 0 else 0].folder / "run"
+        (row,) = read_metrics(main / "metrics.jsonl").of("recovery")
+        assert (row["action"], row["state"], row["step"]) == ("spare", "a checkpoint", 5)
+    importlib.import_module("support.object_store")
+    with newest(f"objects://{store}") as checkpoint:  # type: ignore[union-attr]
+        assert checkpoint is not None
+        assert checkpoint.step == 16
+        ours = {name: value.flatten().tolist() for name, value in sorted(checkpoint.read_model().items())}
+    assert ours == weights(tokens, "whole", 16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,28 @@ def test_a_job_that_loses_ranks_ends_with_the_same_bits(tokens: Path) -> None:
     assert memory
     assert all(len(sizes) == 2 and min(sizes) > 0 for sizes in memory)
     assert len(losses(tokens, "parts")) == 16
+
+
+@pytest.mark.host_matrix
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"pipeline_parallel": 1, "data_parallel_shard": 2},
+        {"pipeline_parallel": 2, "data_parallel_shard": 2},
+        {"pipeline_parallel": 2, "tensor_parallel": 2},
+    ],
+    ids=str,
+)
+def test_a_job_of_sharded_parameters_returns_to_host_memory(tokens: Path, degrees: dict[str, int]) -> None:
+    more = [f"parallelism.{name}_degree={degree}" for name, degree in degrees.items()]
+    ranks = math.prod(degrees.values())
+    run(tokens, "whole", [], *more, ranks=ranks)
+    kills = [(0, ranks - 1, "step", 7), (1, 0, "copy", 2)]
+    recovery = Recovery(max_restarts=3, spares=1)
+    assert_same(tokens, "parts", run(tokens, "parts", kills, *more, ranks=ranks, recovery=recovery))
+    rows = recoveries(tokens, "parts")
+    assert [(row["action"], row["state"]) for row in rows] == [("restart", "memory")] * 2
+    assert rows[0]["step"] > 5, "after the newest checkpoint"
 
 
 @pytest.mark.host_matrix

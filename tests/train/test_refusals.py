@@ -24,10 +24,12 @@ from stageline.train.checkpoint.shards import write_tensors
 from stageline.train.config.config import Config
 from stageline.train.data import Bytes, Loader
 from stageline.train.data.source import Items
+from stageline.train.events import MetricsFile
 from stageline.train.run_folder import RunFolder
-from stageline.train.step import TrainingStep, Validation, validation_batches
+from stageline.train.step import TrainingStep
 from stageline.train.task import Task, find_loss
 from stageline.train.trainer import Result, Trainer
+from stageline.train.validation import Validation, validation_batches
 
 TINY = (
     "training.steps=4",
@@ -130,6 +132,21 @@ def test_a_checkpoint_that_could_not_be_written_ends_the_job_at_the_next_step(
     assert train("training.steps=6").why == "finished"
 
 
+def test_metrics_that_cannot_be_written_end_the_job_with_one_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write = MetricsFile.write
+
+    def refuse(self: MetricsFile, row: dict[str, Any]) -> None:
+        if row["step"] >= 2:
+            raise StagelineError(f"cannot write the row of {row['event']}")
+        write(self, row)
+
+    monkeypatch.setattr(MetricsFile, "write", refuse)
+    refused("^cannot write the row of step$")
+    assert "ended after 2 of 4 steps: failed: StagelineError: cannot write the row of step" in capsys.readouterr().out
+
+
 class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +187,7 @@ def test_squares_of_different_shapes_are_refused() -> None:
 
 def test_every_class_needs_a_weight() -> None:
     refused(
-        "loss_weights has 2 numbers, but the model has 256", "training.loss=weighted_cross_entropy",
+        "loss_weights has 2 numbers, but the vocabulary has 256", "training.loss=weighted_cross_entropy",
         "training.loss_weights=1.0,2.0",
     )  # fmt: skip
     assert not Path("run").exists()
@@ -285,7 +302,7 @@ def stream() -> Iterator[list[int]]:
 def test_patience_needs_something_to_wait_for() -> None:
     refused("validation.enable is false", "validation.patience=1", "validation.enable=false")
     more = (f"training.dataset={__name__}:stream", "training.dataset_path=", "validation.patience=1")
-    refused("nothing is validated on", *more)
+    refused("there is no validation data", *more)
     assert not Path("run").exists()
 
 
@@ -379,7 +396,7 @@ def test_a_note_says_that_a_model_sees_the_tokens_it_is_to_predict(capsys: pytes
             train(*more)
             assert ("sees the tokens that it is to predict" in capsys.readouterr().out) == expected
     GPT2Config(**{**sizes, "vocab_size": 100}, architectures=["GPT2LMHeadModel"]).save_pretrained("few")
-    refused("vocab_size of 100, but the data has 256 words", "model.name=few")
+    refused("vocab_size of 100, but the vocabulary of the data has 256 tokens", "model.name=few")
 
 
 def test_rows_longer_than_a_model_has_positions_for_are_refused_at_the_start() -> None:

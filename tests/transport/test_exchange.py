@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 
 from stageline.common.errors import TransportError
 from stageline.transport.tcp import exchange
-from stageline.transport.tcp.exchange import Exchange
+from stageline.transport.tcp.exchange import Exchange, SocketGroup
 from stageline.transport.tcp.links import Links
 from stageline.transport.tcp.outbox import Outbox
-from stageline.transport.tcp.socket_group import SocketGroup
 
 Rows = NDArray[np.float64]
 

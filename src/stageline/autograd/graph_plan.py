@@ -1,4 +1,4 @@
-"""The form of a recorded graph, learned once: which nodes lead to the inputs, and where weights branch off.
+"""The structure of a recorded graph, analysed once: which nodes lead to the inputs, and where weights branch off.
 
     output ── Addmm ── Gelu ── Addmm ── input        the Addmm nodes are forks: one branch continues to the
                 │               │                    *ends*, where I stops, another to parameters alone

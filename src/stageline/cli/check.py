@@ -32,7 +32,7 @@ def command(
     traceback: Traceback = False,
     json: Json = False,
 ) -> None:
-    """Run a model alone and in a pipeline on the same batch, and compare loss, gradients and buffers bit by bit.
+    """Run a model with and without a pipeline on one batch, and compare loss, gradients and buffers bit by bit.
 
     The function returns (model, inputs, targets, loss_fn). A model whose output has a loss, such as a Hugging Face
     model with labels, needs no loss_fn: (model, inputs), with a dict of keyword arguments as inputs, or (model, inputs,

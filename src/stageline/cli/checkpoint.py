@@ -25,7 +25,7 @@ CheckpointPath = Annotated[
     str,
     Argument(
         metavar="PATH",
-        help="A checkpoint (step-00000100), or a folder of them; also s3://… and so on.",
+        help="A checkpoint (step-00000100), or a folder of them; also a URL like s3://…",
         show_default=False,
     ),
 ]
@@ -51,7 +51,7 @@ def root() -> None:
 
 def verify(
     path: CheckpointPath,
-    sizes: Annotated[bool, Option("--sizes", help="Check existence and sizes only, no checksums.")] = False,
+    sizes: Annotated[bool, Option("--sizes", help="Check only existence and sizes, not checksums.")] = False,
     json: Json = False,
 ) -> None:
     """Compare every byte of checkpoints with their checksums, and name the damaged files.

@@ -50,7 +50,7 @@ def command(
         if not any(key in family.options for family in families().values()):
             raise ScheduleError(f"no family has an option {key!r}")
     if memory is not None and not memory >= 0:
-        raise ScheduleError(f"--memory must be a number from 0 upwards, got {memory}")
+        raise ScheduleError(f"--memory must be a number >= 0, got {memory}")
     costs = prices.make()
     left_out: dict[str, str] = {}
     with progress("simulating the families …") as update:

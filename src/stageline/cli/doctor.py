@@ -23,10 +23,11 @@ def command(
     ],
     json: Json = False,
 ) -> None:
-    """Report which rank failed first, what each rank was doing, who waited for whom, and what to do next.
+    """Report which rank failed first, what each rank was doing, which rank waited for which, and what to do next.
 
-    When a step fails, every rank that can writes a flight record into STAGELINE_FLIGHT_DIR, or into the folder
-    stageline-flight; a training job writes them into the folder flight of its run. Of several jobs, the newest is read.
+    When a step fails, every rank that is able to writes a flight record to STAGELINE_FLIGHT_DIR, or to the folder
+    stageline-flight; a training job writes them to the folder flight of its run. If there are records of several jobs,
+    those of the newest job are read.
 
     Examples:
       stageline doctor outputs/flight
@@ -88,9 +89,10 @@ def _cells(row: Row) -> tuple[str, ...]:
     from stageline.faults.monitor import EVERYONE
 
     waits = "" if row.waits is None else ("all ranks" if row.waits == EVERYONE else f"rank {row.waits}")
+    state = "alive" if row.state == "here" else row.state
     return (
         str(row.rank),
-        row.state if row.wrote else f"{row.state}, no record",
+        state if row.wrote else f"{state}, no record",
         row.last + ("" if row.last_end is None else f" ({row.last_end:.1f} s before the end)"),
         row.doing,
         waits + (f": {row.awaited}" if row.awaited and waits else ""),

@@ -23,23 +23,27 @@ def command(
             show_default=False,
         ),
     ],
-    prompt: Annotated[
-        str | None, Option("--prompt", help="Text to continue; by default the prompt of the run.")
-    ] = None,
+    prompt: Annotated[str | None, Option("--prompt", help="Text to continue. Default: the prompt of the run.")] = None,
     tokens: Annotated[int, Option("--tokens", min=1, help="Number of tokens to generate.")] = 200,
     greedy: Annotated[bool, Option("--greedy", help="Always pick the most likely token.")] = False,
-    temperature: Annotated[float, Option("--temperature", help="Sampling temperature; 0 is greedy.")] = 0.8,
-    top_k: Annotated[int, Option("--top-k", help="Draw from this many of the most likely tokens; 0: from all.")] = 0,
+    temperature: Annotated[
+        float | None, Option("--temperature", help="Sampling temperature; 0 is greedy. Default: that of the run.")
+    ] = None,
+    top_k: Annotated[int, Option("--top-k", help="Draw from this many of the most likely tokens; 0 means all.")] = 0,
     top_p: Annotated[
-        float, Option("--top-p", help="Draw from the most likely tokens whose probabilities add up to this.")
-    ] = 1.0,
+        float | None,
+        Option(
+            "--top-p",
+            help="Draw from the most likely tokens whose probabilities add up to this. Default: that of the run.",
+        ),
+    ] = None,
     seed: Annotated[int, Option("--seed", min=0, help="Random seed; the same seed draws the same tokens.")] = 0,
     step: Annotated[int, Option("--step", help="Step of the checkpoint; -1 is the newest intact one.")] = -1,
     tokenizer: Annotated[
-        str, Option("--tokenizer", metavar="PATH", help="Another tokenizer.json than that of the run.")
+        str, Option("--tokenizer", metavar="PATH", help="A tokenizer.json to use instead of the run's.")
     ] = "",
     ranks: Annotated[
-        int, Option("-p", "--ranks", min=0, help="Ranks of the pipeline; 0: as many as stageline train starts here.")
+        int, Option("-p", "--ranks", min=0, help="Ranks of the pipeline; 0 means as many as stageline train starts.")
     ] = 0,
     launcher: Annotated[
         Literal["processes", "threads"], Option("--launcher", help="How the ranks start on this machine.")
@@ -52,7 +56,7 @@ def command(
 
     Examples:
       stageline generate outputs --prompt "def main("
-      stageline generate outputs --prompt "class " --tokens 400 --temperature 0.7 --top-p 0.9
+      stageline generate outputs --prompt "class" --tokens 400 --temperature 0.7 --top-k 50
       stageline generate outputs --greedy --ranks 2 --launcher threads
     """
     from stageline.train.checkpoint.manifest import MANIFEST
@@ -60,18 +64,12 @@ def command(
 
     where = location(run)
     if isinstance(where, Path) and (where / CONFIG).is_file():
-        config = read_config(where / CONFIG)
-        where = checkpoint_folder(where, config.checkpoint.folder)
-        prompt = config.sample.prompt if prompt is None else prompt
+        where = checkpoint_folder(where, read_config(where / CONFIG).checkpoint.folder)
     elif not where.exists():
         raise StagelineError(f"{run} does not exist; expected the folder of a run, such as outputs")
     check_checkpoints(run, str(where), is_checkpoint=(where / MANIFEST).exists())
-    sampling: dict[str, Any] = {
-        "temperature": 0.0 if greedy else temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "seed": seed,
-    }
+    choices = {"temperature": 0.0 if greedy else temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    sampling: dict[str, Any] = {name: value for name, value in choices.items() if value is not None}
     parallelism = Parallelism(launcher=launcher, pipeline_parallel_degree=ranks or -1)
     processes = processes_to_start(parallelism)
 
@@ -79,7 +77,7 @@ def command(
     from stageline.train.generation_job import GenerationRequest, generate_on, generate_text
 
     Sampling(**sampling)  # raises if a value is out of range
-    request = GenerationRequest(str(where), prompt or "", tokens, sampling, parallelism, step, tokenizer)
+    request = GenerationRequest(str(where), prompt, tokens, sampling, parallelism, step, tokenizer)
     if processes > 1:
         generate_on(processes, request)
     else:

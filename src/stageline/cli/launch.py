@@ -26,20 +26,20 @@ def command(
     processes: Annotated[
         int | None,
         typer.Option(
-            "--processes", "-n", min=0, help="Ranks of this host. Default: one per GPU, else one per core up to 4."
+            "--processes", "-n", min=0, help="Ranks on this host. Default: one per GPU, or else per core, up to 4."
         ),
     ] = None,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")] = False,
     logs: Annotated[
-        Path | None, typer.Option(help="Folder for the output of the ranks, rank-0.log and so on; else the terminal.")
+        Path | None, typer.Option(help="Folder for the output of the ranks (rank-0.log, …). Default: the terminal.")
     ] = None,
     timeout: Annotated[float | None, typer.Option(help="End the job after this many seconds.", min=0.1)] = None,
     launcher: Annotated[
-        str, typer.Option(metavar="NAME", help="Where ranks run: processes of this machine, or ray, a Ray cluster.")
+        str, typer.Option(metavar="NAME", help="Where ranks run: processes, on this machine, or ray, on a Ray cluster.")
     ] = "processes",
-    max_restarts: Annotated[int, typer.Option(help="How many losses of a rank the job survives.", min=0)] = 0,
+    max_restarts: Annotated[int, typer.Option(help="Number of lost ranks that the job survives.", min=0)] = 0,
     on_loss: Annotated[
-        str, typer.Option(metavar="ACTIONS", help="What may be done about a lost rank, in this order.")
+        str, typer.Option(metavar="ACTIONS", help="Actions after a loss; the first possible one is taken.")
     ] = "restart,spare",
     spares: Annotated[int, typer.Option(help="Processes that wait to take the place of a lost rank.", min=0)] = 0,
     nnodes: Annotated[int, typer.Option(help="Number of hosts; run the command on each of them.", min=1)] = 1,
@@ -50,12 +50,12 @@ def command(
         float, typer.Option(help="Seconds of silence after which a host counts as lost.", min=1.0)
     ] = 30.0,
 ) -> None:
-    """Run a Python script on ranks of this machine, of several hosts or of a Ray cluster, each in its own process.
+    """Run a Python script on several ranks, each in its own process: on this machine, several hosts or a Ray cluster.
 
     The ranks have the environment variables of torchrun, so scripts for torchrun run unchanged. If a rank fails, the
-    others are ended, and the exit code is that of the rank that failed first: 128 plus its number for a signal. With
-    --max-restarts, a rank that is killed is started again. On several hosts, run the command on each, with its own
-    --node-rank; a host with -n 0 and --spares holds spare processes alone.
+    others are ended, and the exit code is that of the rank that failed first (128 plus the number of a signal). With
+    --max-restarts, a rank that is killed is restarted. On several hosts, run the command on each, with its own
+    --node-rank; a host with -n 0 and --spares only holds spare processes.
 
     Examples:
       stageline launch -n 4 train.py --lr 3e-4
@@ -63,29 +63,16 @@ def command(
       stageline launch --launcher ray -n 8 train.py
       stageline launch --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 -n 4 train.py
     """
-    from stageline.distributed.launchers.launcher import Job, describe, find_launcher, first_failure
-    from stageline.distributed.launchers.processes import ProcessLauncher, default_processes
+    from stageline.distributed.launchers.launcher import Job, describe, first_failure
+    from stageline.distributed.launchers.processes import default_processes
     from stageline.distributed.recovery_policy import Recovery
 
     if not module and not Path(script).is_file():
         near = nearest(script, [path.name for path in Path().glob("*.py")])
         raise StagelineError(f"there is no file {script}{near}; to run a module, use -m")
     if logs is not None and logs.exists() and not logs.is_dir():
-        raise StagelineError(f"--logs is {logs}, which is a file; it is a folder for the output of the ranks")
-    if nnodes > 1 and launcher != "processes":
-        raise StagelineError(f"--nnodes is for the launcher processes, and --launcher is {launcher}")
-    chosen: Any = find_launcher(launcher) if launcher != "processes" else ProcessLauncher(logs=logs)
-    if nnodes > 1:
-        from stageline.distributed.launchers.host_ranks import HostLauncher
-        from stageline.distributed.launchers.hosts import HostPlace
-
-        chosen = HostLauncher(HostPlace(nnodes, node_rank, master_addr, master_port, host_timeout), logs=logs)
-    elif node_rank or master_addr:
-        raise StagelineError("--node-rank and --master-addr are for several hosts: set --nnodes to their number")
-    elif processes == 0:
-        raise StagelineError("-n 0 is for a host of several that holds spare processes alone; start at least one rank")
-    if logs is not None and launcher != "processes":
-        raise StagelineError(f"--logs is for the launcher processes, and --launcher is {launcher}")
+        raise StagelineError(f"--logs is {logs}, which is a file; pass a folder for the output of the ranks")
+    chosen = _find_launcher(launcher, logs, processes, (nnodes, node_rank, master_addr, master_port, host_timeout))
     count = processes if processes is not None else chosen.slots() if launcher == "ray" else default_processes()
     words = (script, arguments or [], module)
     actions = tuple(action.strip() for action in on_loss.split(",") if action.strip())
@@ -100,6 +87,29 @@ def command(
         ranks = chosen.ranks if nnodes > 1 else count
         typer.echo(f"stageline launch: {describe(culprit, ranks).splitlines()[0]}{where}", err=True)
         raise typer.Exit(128 - culprit.code if culprit.code < 0 else culprit.code or 1)
+
+
+def _find_launcher(name: str, logs: Path | None, processes: int | None, place: tuple[int, int, str, int, float]) -> Any:
+    """Return the launcher, of several hosts if there are several; refuse options that it does not take."""
+    from stageline.distributed.launchers.launcher import find_launcher
+    from stageline.distributed.launchers.processes import ProcessLauncher
+
+    nnodes, node_rank, master_addr, *_ = place
+    if nnodes > 1 and name != "processes":
+        raise StagelineError(f"--nnodes works only with the launcher processes, but --launcher is {name}")
+    if nnodes > 1:
+        from stageline.distributed.launchers.host_ranks import HostLauncher
+        from stageline.distributed.launchers.hosts import HostPlace
+
+        return HostLauncher(HostPlace(*place), logs=logs)
+    chosen = find_launcher(name) if name != "processes" else ProcessLauncher(logs=logs)
+    if node_rank or master_addr:
+        raise StagelineError("--node-rank and --master-addr are for several hosts: set --nnodes to their number")
+    if processes == 0:
+        raise StagelineError("-n 0 is for a host of several that holds spare processes alone; start at least one rank")
+    if logs is not None and name != "processes":
+        raise StagelineError(f"--logs works only with the launcher processes, but --launcher is {name}")
+    return chosen
 
 
 def run_script(script: str, arguments: list[str], module: bool) -> None:

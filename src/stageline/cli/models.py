@@ -30,8 +30,8 @@ ModelName = Annotated[
 ]
 Samples = Annotated[int, Option(min=1, metavar="N", help="Samples in the random batch of a Hugging Face model.")]
 Length = Annotated[int, Option(min=2, metavar="N", help="Tokens per sample of that batch.")]
-Repeats = Annotated[int, Option(min=1, metavar="N", help="Number of measurements, of which the median is used.")]
-Threads = Annotated[int | None, Option(min=1, metavar="N", help="Threads of torch, as in your job.")]
+Repeats = Annotated[int, Option(min=1, metavar="N", help="Rounds of measurements; more are run if times vary.")]
+Threads = Annotated[int | None, Option(min=1, metavar="N", help="Number of torch threads; use that of your job.")]
 Traceback = Annotated[bool, Option("--traceback", help="Show the traceback of an error in the model's code.")]
 
 
@@ -62,7 +62,7 @@ def user_code(problem: str, traceback: bool) -> Iterator[None]:
         lines = str(error).strip().splitlines()
         reason = f": {_cut(lines[0])}" if lines else ""
         raise StagelineError(
-            f"{problem}: {type(error).__name__}{reason}{place_of(error)}; --traceback shows all of it"
+            f"{problem}: {type(error).__name__}{reason}{place_of(error)}; --traceback shows the full traceback"
         ) from error
 
 

@@ -67,7 +67,9 @@ class ScheduleOptions:
     ] = None
     shard: Annotated[
         str | None,
-        _size(metavar="WHEN", help="Shard all stages, and free gathered parameters by default, always or never."),
+        _size(
+            metavar="WHEN", help="Shard all stages (FSDP2). When to free gathered parameters: default, always or never."
+        ),
     ] = None
     load: Load = None
 
@@ -100,14 +102,18 @@ class ScheduleOptions:
 class CostOptions:
     """Options for the costs of actions: one number, or one per stage separated by commas."""
 
-    forward: Annotated[str | None, _cost(help="Time of F. Default: 1.")] = None
-    backward_input: Annotated[str | None, _cost(help="Time of I. Default: 1.")] = None
-    backward_weight: Annotated[str | None, _cost(help="Time of W. Default: 1.")] = None
-    backward: Annotated[str | None, _cost(help="Time of B. Default: I + W.")] = None
+    forward: Annotated[str | None, _cost(help="Time of F, a forward. Default: 1.")] = None
+    backward_input: Annotated[str | None, _cost(help="Time of I, the gradient of the input. Default: 1.")] = None
+    backward_weight: Annotated[str | None, _cost(help="Time of W, the gradient of the weights. Default: 1.")] = None
+    backward: Annotated[str | None, _cost(help="Time of B, a whole backward. Default: I + W.")] = None
     overlap: Annotated[str | None, _cost(help="Time of an overlapped pair. Default: F + B.")] = None
     transfer: Annotated[str | None, _cost(help="Time of a message between ranks. Default: 0.", metavar="TIME")] = None
-    activation: Annotated[str | None, _cost(help="Memory from F to B or I. Default: 1.", metavar="SIZE[,…]")] = None
-    residue: Annotated[str | None, _cost(help="Memory from I to W. Default: 1.", metavar="SIZE[,…]")] = None
+    activation: Annotated[
+        str | None, _cost(help="Memory of activations, from F to B or I. Default: 1.", metavar="SIZE[,…]")
+    ] = None
+    residue: Annotated[str | None, _cost(help="Saved-for-W memory, from I to W. Default: 1.", metavar="SIZE[,…]")] = (
+        None
+    )
     transient: Annotated[
         str | None, _cost(help="Memory of an action while it runs. Default: 0.", metavar="SIZE[,…]")
     ] = None
@@ -119,7 +125,7 @@ class CostOptions:
     unreduced: Annotated[
         str | None, _cost(help="Memory of a stage's gradients until they are reduced. Default: 0.", metavar="SIZE[,…]")
     ] = None
-    scale: Annotated[str | None, _cost(help="One factor per microbatch.", metavar="X,…")] = None
+    scale: Annotated[str | None, _cost(help="Factors of the costs, one per microbatch.", metavar="X,…")] = None
     costs: Annotated[Path | None, _cost(metavar="FILE.json", help="Read costs from a file; options override it.")] = (
         None
     )

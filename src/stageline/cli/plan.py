@@ -21,22 +21,24 @@ class SearchOptions:
     """The options of the search, under the names of the arguments of `plan`."""
 
     batch: Annotated[
-        int | None, Option("-b", "--batch", metavar="N", help="Samples per step; the number of microbatches is chosen.")
+        int | None,
+        Option("-b", "--batch", metavar="N", help="Samples per step, for which the number of microbatches is chosen."),
     ] = None
     microbatches: Annotated[
         int | None,
         Option("-m", "--microbatches", metavar="N", help="Microbatches per step, each as large as the inputs."),
     ] = None
     cores: Annotated[
-        float | None, Option(metavar="N", help="Cores that the ranks share, with the profile's threads each.")
+        float | None,
+        Option(metavar="N", help="Cores that the ranks share; a rank uses as many threads as the profile."),
     ] = None
     mesh: Annotated[
         str | None,
-        Option(metavar="NAME=N,…", help="Sizes of a mesh, such as pp=4,dp_shard=2,tp=2; memory is a process's."),
+        Option(metavar="NAME=N,…", help="Sizes of a mesh, such as pp=4,dp_shard=2,tp=2; --memory is per process."),
     ] = None
     devices: Annotated[
         int | None,
-        Option(metavar="N", help="Processes, to choose the mesh; --batch and -m are then those of all pipelines."),
+        Option(metavar="N", help="Number of processes, to choose the mesh; --batch and -m then count all pipelines."),
     ] = None
     tp: Annotated[
         str | None, Option(metavar="N,…", help="With --devices, sizes of tensor parallel to try, such as 1,2,4.")
@@ -62,7 +64,7 @@ class SearchOptions:
     )
     chunks: Annotated[int | None, Option(min=1, metavar="N", help="Stages per rank.")] = None
     transfer: Annotated[
-        str, Option(metavar="S|NAME=S,…|FILE", help="Latency of a message in seconds; as --bandwidth.")
+        str, Option(metavar="S|NAME=S,…|FILE", help="Latency of a message in seconds, in the forms of --bandwidth.")
     ] = "0"
     bandwidth: Annotated[
         str | None,
@@ -89,7 +91,9 @@ def command(
     search: SearchOptions,
     ranks: Annotated[
         str | None,
-        Option("-p", "--ranks", metavar="N", help="Pipeline ranks, or auto with --cores; or --mesh, or --devices."),
+        Option(
+            "-p", "--ranks", metavar="N", help="Pipeline ranks, or auto with --cores. Alternatives: --mesh, --devices."
+        ),
     ] = None,
     threads: Threads = None,
     rows: Annotated[int, output_option(min=1, metavar="N", help="Number of alternatives to list.")] = 12,
@@ -101,7 +105,7 @@ def command(
     *,
     drawing: DrawingOptions,
 ) -> None:
-    """Find the fastest way to train a model: stages, microbatches, recomputation and schedule, within the memory.
+    """Find the fastest way to train a model: stages, microbatches, recomputation and schedule, within a memory limit.
 
     MODEL may also be a profile, as written by stageline profile --output on any machine; --samples then states how many
     samples it was measured with.
@@ -113,7 +117,7 @@ def command(
       stageline plan config.json --devices 64 --batch 512 --memory 80GiB --bandwidth matrix.csv
     """
     subject = _subject(model, samples, length, threads, has_batch=search.batch is not None)
-    from stageline.planning.plan import plan
+    from stageline.planning.planner import plan
 
     arguments = vars(search) | {"schedule": search.schedule.split(",") if "," in search.schedule else search.schedule}
     arguments["mesh"] = (

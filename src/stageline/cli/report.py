@@ -28,8 +28,8 @@ def command(
 ) -> None:
     """Write the report of a training run as one HTML page: losses, throughput, and where each rank's time went.
 
-    Several runs are compared: their figures, their charts laid over each other, and what differs in their configs. A
-    run may still be in progress, or may have been killed. The page needs no network and no other file.
+    For several runs, the page compares their figures, their charts, and the options that differ between their configs.
+    A run may still be in progress, or may have been killed. The page needs no network and no other file.
 
     Examples:
       stageline report outputs

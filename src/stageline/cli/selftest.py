@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 def command(
     processes: Annotated[
         int | None,
-        typer.Option("--processes", "-n", min=2, help="Number of ranks to start. Default: one per GPU, else up to 4."),
+        typer.Option(
+            "--processes", "-n", min=2, help="Number of ranks to start. Default: one per GPU, or else up to 4."
+        ),
     ] = None,
     launcher: Annotated[
         str, typer.Option(metavar="NAME", help="Where to start ranks: processes, or ray. Not used under a launcher.")
@@ -27,10 +29,10 @@ def command(
     kill: Annotated[bool, typer.Option(help="Kill a rank of a small job, to see whether the others name it.")] = True,
     deadline: Annotated[float, typer.Option(min=1, help="Seconds after which a silent rank counts as lost.")] = 30.0,
 ) -> None:
-    """Test the hosts, links and versions on which a job will run; write a page and a JSON file to send with a report.
+    """Test the hosts, links and versions that a job will use; write the results as a page and a JSON file.
 
-    Checks that every schedule family computes the bits of a plain loop, that a killed rank is named, and that all ranks
-    run the same versions; measures latency and bandwidth between ranks. Under torchrun, srun or Ray, it runs on
+    Checks that every schedule family gives the same bits as a plain loop, that a killed rank is named, and that all
+    ranks run the same versions; measures latency and bandwidth between ranks. Under torchrun, srun or Ray, it runs on
     their ranks; otherwise it starts its own. The exit code is 0 if all checks pass, and 1 otherwise.
 
     Examples:
@@ -76,8 +78,8 @@ def _report(result: SelfTest, out: Path) -> None:
     skipped = [family.name for family in result.families if family.verdict == "skipped"]
     note = f"; not for {len(result.ranks)} ranks: {', '.join(skipped)}" if skipped else ""
     rounding = f", {verdicts.count('reordered')} up to rounding" if "reordered" in verdicts else ""
-    tried = len(verdicts) - len(skipped)
-    typer.echo(f"bits      {verdicts.count('equal')} of {tried} families equal a plain loop{rounding}{note}")
+    run = len(verdicts) - len(skipped)
+    typer.echo(f"bits      {verdicts.count('equal')} of {run} families equal a plain loop{rounding}{note}")
     if result.pairs:
         slowest = min(result.pairs, key=lambda pair: pair.gbytes_per_s)
         latency = max(pair.latency_us for pair in result.pairs)

@@ -19,14 +19,14 @@ def command(
         ),
     ] = None,
     port: Annotated[
-        int | None, Option(help="Port of the page. Default: 8765, or any free one.", min=0, max=65535)
+        int | None, Option(help="Port of the page. Default: 8765, or any free port.", min=0, max=65535)
     ] = None,
-    no_browser: Annotated[bool, Option("--no-browser", help="Print the address, and open no browser.")] = False,
+    no_browser: Annotated[bool, Option("--no-browser", help="Only print the address; do not open a browser.")] = False,
 ) -> None:
-    """Open a local web page: play with schedules and their costs, watch runs, and drag the cut of a profile.
+    """Open a local web page: explore schedules and their costs, watch runs, and move the cut of a profile.
 
-    The page is served on 127.0.0.1 until Ctrl-C. Only its address, which has a secret token, opens it, and it fetches
-    nothing from elsewhere. It needs the extra studio: pip install 'stageline\\[studio]'.
+    The page is served on 127.0.0.1 until Ctrl-C. Its address contains a secret token, and it loads nothing
+    from elsewhere. It needs the extra studio: pip install 'stageline\\[studio]'.
 
     Examples:
       stageline studio

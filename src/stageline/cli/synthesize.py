@@ -43,7 +43,7 @@ class SearchOptions:
     ] = None
     time_limit: Annotated[float, _search(metavar="S", help="Seconds to search; Ctrl-C stops earlier.")] = 2.0
     tolerance: Annotated[
-        float, _search(metavar="X", help="Stop at this gap to the lower bound; 0.01 is 1%. Default: 0, the optimum.")
+        float, _search(metavar="X", help="Stop at this gap to the lower bound: 0.01 is 1%, 0 is the optimum.")
     ] = 0.0
     seed: Annotated[int, _search(metavar="N", help="Random seed of the search.")] = 0
 
@@ -58,10 +58,10 @@ class CurveOptions:
     pareto: Annotated[
         bool, _curve("--pareto", help="Search for many memory caps, and show every family beside the curve.")
     ] = False
-    caps: Annotated[str | None, _curve(metavar="SIZE,…", help="The caps. Default: from the smallest that works.")] = (
-        None
-    )
-    points: Annotated[int, _curve(metavar="N", min=1, max=100, help="How many caps, about, without --caps.")] = 8
+    caps: Annotated[
+        str | None, _curve(metavar="SIZE,…", help="Memory caps. Default: from the smallest that works.")
+    ] = None
+    points: Annotated[int, _curve(metavar="N", min=1, max=100, help="Approximate number of caps without --caps.")] = 8
 
 
 @expand
@@ -77,7 +77,7 @@ def command(
     *,
     drawing: DrawingOptions,
 ) -> None:
-    """Search for the shortest schedule for these costs, and prove how much shorter another one could be at most.
+    """Search for the shortest schedule for these costs, and prove a bound on its distance from the optimum.
 
     The result is never worse than a named family that fits the memory. Costs are those of one stage; with --chunks, a
     rank has several. With --pareto, --time-limit applies to each memory cap.

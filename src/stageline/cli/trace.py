@@ -43,12 +43,12 @@ def command(
 ) -> None:
     """Explain a measured step: where each rank's time went compared with the plan, both drawn on one time axis.
 
-    The plan is that of the run, planned.json beside the step, which its report and its pages show too; or --plan. Where
-    there is none, the step is compared with one in which every action and transfer takes its typical time. Cost
-    options, in the unit of the file (seconds for a measured step), replace these times.
+    The plan is planned.json beside the step, which a training job writes, unless --plan names another one. Without a
+    plan, the step is compared with one in which every action and transfer takes its typical time. Cost options, in the
+    unit of the file (seconds for a measured step), replace these times; their defaults below do not apply.
 
     Examples:
-      stageline trace outputs/timeline/step-200.json
+      stageline trace outputs/timeline/step-00000200.json
       stageline trace run.json --plan plan.json
       stageline trace run.json --forward 0.010 --transfer 0 --html run.html
     """

@@ -149,7 +149,7 @@ def convert(value: Any, expected: Any, where: str) -> Any:
         if not arguments or arguments[1] is Any:
             return value
         return {str(key): convert(item, arguments[1], f"{where}[{key!r}]") for key, item in value.items()}
-    if hasattr(expected, "__annotations__"):
+    if origin is None and hasattr(expected, "__annotations__"):
         if isinstance(value, dict):
             return from_json(expected, value, where)
         if isinstance(value, list | tuple) and issubclass(expected, tuple):

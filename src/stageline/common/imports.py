@@ -8,7 +8,6 @@ import re
 import sys
 import sysconfig
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from stageline.common.errors import StagelineError, nearest
@@ -80,4 +79,4 @@ def is_hub_name(name: str) -> bool:
     (True, False, False, False)
     """
     has_form = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) is not None
-    return has_form and not name.endswith((".json", ".toml", ".safetensors")) and not Path(name).exists()
+    return has_form and not name.endswith((".json", ".toml", ".safetensors")) and not os.path.exists(name)

@@ -1,4 +1,4 @@
-"""Authentication of the ranks of a job: a shared secret, and proofs of knowing it.
+"""Authentication of the ranks of a job: a shared secret, and proofs that a rank knows it.
 
 A launcher gives all ranks a secret, STAGELINE_SECRET or STAGELINE_SECRET_FILE. Without it, rank 0 draws one. On one
 machine, that is in a file that only its owner can read, and torch's store, which anyone who reaches it can read, holds
@@ -8,7 +8,6 @@ connection, so a recorded proof is useless. Needs only the standard library.
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import os
 import secrets
@@ -18,10 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from stageline.common import interrupts
 from stageline.common.errors import TrustError, shorten
 
-_PREFIX = "stageline-secret-"
 _LONGEST = 4096
 _SHORTEST = 16
 """The fewest characters of a secret that a user chose."""
@@ -83,12 +80,11 @@ class SecretFile:
         """Write the file; call `remove` as soon as all ranks have read it."""
         import tempfile  # the failure monitor, which writes no file, starts sooner without it
 
-        _sweep(tempfile.gettempdir())
+        from stageline.common.temporary_folder import TemporaryFolder
+
         try:
-            self._folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")  # mode 0700
-            self.path = os.path.join(self._folder, "secret")
-            self._owner = os.getpid()
-            self._forget = interrupts.at_end(self.remove)
+            self._folder = TemporaryFolder("secret-")  # mode 0700
+            self.path = str(self._folder.path / "secret")
             handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(text)
@@ -100,28 +96,7 @@ class SecretFile:
 
     def remove(self) -> None:
         """Remove the file and its folder; a no-op the second time, and in a forked child."""
-        if os.getpid() != self._owner:
-            return
-        self._forget()
-        with contextlib.suppress(OSError):
-            os.unlink(self.path)
-        with contextlib.suppress(OSError):
-            os.rmdir(self._folder)
-
-
-def _sweep(place: str) -> None:
-    """Remove the files of this user's processes that were killed before all ranks had read them."""
-    with contextlib.suppress(OSError):
-        for folder in Path(place).glob(f"{_PREFIX}*"):
-            number = folder.name.removeprefix(_PREFIX).partition("-")[0]
-            with contextlib.suppress(OSError):
-                if folder.lstat().st_uid != os.geteuid() or not number.isdecimal():
-                    continue
-                try:
-                    os.kill(int(number), 0)
-                except ProcessLookupError:
-                    (folder / "secret").unlink(missing_ok=True)
-                    folder.rmdir()
+        self._folder.remove()
 
 
 def read_secret(path: str) -> str:

@@ -18,10 +18,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from stageline.common.addresses import route_to
 from stageline.common.errors import ControlError, PipelineError, StagelineError, TransportError, TrustError
 from stageline.common.handshake import check_tls
-from stageline.common.ports import check_ports
+from stageline.common.machine import check_ports, route_to
 from stageline.common.trust import one_machine
 from stageline.distributed import attempts
 from stageline.distributed._torch_private import TCPStore, default_store
@@ -174,7 +173,7 @@ def has_own_gpu(environment: Mapping[str, str]) -> bool:
 
 
 def several_processes(deadline: float) -> bool:
-    """Whether this process is one of several; joins the others if the environment says so."""
+    """Whether this process is one of several; joins the others if the environment has so."""
     if not dist.is_initialized():
         os.environ.update(slurm_place(os.environ))
         if check_environment(os.environ) == 1:
@@ -186,7 +185,7 @@ def several_processes(deadline: float) -> bool:
 
 
 def find_host(ranks: int, deadline: float, replicas: int | None = None, mesh: DeviceMesh | None = None) -> RankHost:
-    """Threads, unless the environment says that this process is one rank of several."""
+    """Threads, unless the environment has that this process is one rank of several."""
     if not several_processes(deadline):
         if mesh is not None or replicas not in (None, 1):
             find_layout(ranks, replicas, mesh, 1)
@@ -358,29 +357,29 @@ def check_environment(environment: Mapping[str, str]) -> int:
     >>> check_environment({"WORLD_SIZE": "4", "RANK": "4", "MASTER_ADDR": "host", "MASTER_PORT": "29500"})
     Traceback (most recent call last):
         ...
-    stageline.StagelineError: the environment says RANK=4 and WORLD_SIZE=4: the rank must be at least 0 and
+    stageline.StagelineError: the environment has RANK=4 and WORLD_SIZE=4: the rank must be at least 0 and
     below 4; start the processes with torchrun, or unset WORLD_SIZE to run in one process
     """
     cure = "start the processes with torchrun, or unset WORLD_SIZE to run in one process"
     size = _number(environment, "WORLD_SIZE", cure)
     size = 1 if size is None else size
     if size < 1:
-        raise StagelineError(f"the environment says WORLD_SIZE={size}, and at least 1 process is needed; {cure}")
+        raise StagelineError(f"the environment has WORLD_SIZE={size}, but at least 1 process is needed; {cure}")
     if size == 1:
         return 1
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
     if missing:
-        raise StagelineError(f"the environment says WORLD_SIZE={size} and has no {' and no '.join(missing)}; {cure}")
+        raise StagelineError(f"the environment has WORLD_SIZE={size} but no {' and no '.join(missing)}; {cure}")
     for inner, outer in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         rank, limit = _number(environment, inner, cure), _number(environment, outer, cure)
         if rank is not None and limit is not None and not 0 <= rank < limit:
             raise StagelineError(
-                f"the environment says {inner}={rank} and {outer}={limit}: the rank must be at least 0 and below "
+                f"the environment has {inner}={rank} and {outer}={limit}: the rank must be at least 0 and below "
                 f"{limit}; {cure}"
             )
     local = _number(environment, "LOCAL_WORLD_SIZE", cure)
     if local is not None and local > size:
-        raise StagelineError(f"the environment says LOCAL_WORLD_SIZE={local} and only WORLD_SIZE={size}; {cure}")
+        raise StagelineError(f"the environment has LOCAL_WORLD_SIZE={local} but only WORLD_SIZE={size}; {cure}")
     return size
 
 
@@ -389,4 +388,4 @@ def _number(environment: Mapping[str, str], name: str, cure: str) -> int | None:
     try:
         return int(text) if text else None
     except ValueError:
-        raise StagelineError(f"the environment says {name}={text!r}, which is not a whole number; {cure}") from None
+        raise StagelineError(f"the environment has {name}={text!r}, which is not a whole number; {cure}") from None

@@ -29,7 +29,7 @@ from stageline.transport.clock_alignment import Alignment
 from stageline.transport.gpu.nccl import Communicator
 from stageline.transport.gpu.payloads import ChannelEnds
 from stageline.transport.protocol import ProcessTransport, RowExchange
-from stageline.transport.tcp.socket_group import SocketGroup, SocketWork
+from stageline.transport.tcp.exchange import SocketGroup, SocketWork
 from stageline.transport.tcp.transport import SocketTransport
 
 Result = TypeVar("Result")

@@ -185,7 +185,7 @@ class JobFailures:
         self.control.on_verdict(self.hear)
         self.control.on_end(self._last_words)
         self.reference = JobFailures.latest = weakref.ref(self)
-        if layout.in_mesh or layout.members:
+        if layout.by_place:
             self.control.name_of = layout.name
 
     def _last_words(self, verdict: Verdict | None) -> None:
@@ -195,7 +195,7 @@ class JobFailures:
     def named(self, verdict: Verdict) -> Verdict:
         """The verdict with the replica of the rank that failed, if there are several."""
         several = self._layout.replicas > 1
-        if self._layout.in_mesh or self._layout.members:
+        if self._layout.by_place:
             return replace(verdict, name=self._layout.name(verdict.culprit))
         return replace(verdict, replica=self._layout.place(verdict.culprit)[0]) if several else verdict
 

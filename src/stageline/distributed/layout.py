@@ -167,12 +167,12 @@ class Layout:
 
         >>> Layout.even(ranks=2).name(1), Layout.even(ranks=2, replicas=2).name(3)
         ('rank 1', 'rank 3 (replica 1)')
-        >>> Layout(((0, 1), (2, 3)), shards=2, names=("pp", "dp_shard")).name(1)
-        'process 1 (pp 1, dp_shard 0)'
+        >>> Layout(((0, 1), (2, 3)), names=("pp", "dp")).name(1)
+        'process 1 (pp 1, dp 0)'
         >>> Layout(((0, 1),), names=("pp",), members=(1, 3)).name(1)
         'process 3 (pp 1)'
         """
-        if self.in_mesh or self.members:
+        if self.by_place:
             return self.place_name(process)
         return f"rank {process}" + (f" (replica {self.place(process)[0]})" if self.replicas > 1 else "")
 
@@ -181,9 +181,14 @@ class Layout:
         """Whether the mesh has more dimensions than ranks and replicas."""
         return bool(self.names) and (self.shards > 1 or self.tensors > 1)
 
+    @property
+    def by_place(self) -> bool:
+        """Whether processes are named by their places: in a mesh of several dimensions, or a part of a larger one."""
+        return bool(self.members) or (bool(self.names) and self.replicas > 1)
+
     def place_name(self, process: int) -> str:
-        """The name of a process by its place in the mesh; "rank 3" if there are only ranks and replicas."""
-        if not (self.in_mesh or self.members):
+        """The name of a process by its place in the mesh; "rank 3" if there is none, or one of ranks alone."""
+        if not self.by_place:
             return f"rank {process}"
         place = self.coordinates(process)
         known = {name: place["dp_replicate" if name == "dp" else name] for name in self.names if name in KNOWN}
@@ -196,14 +201,14 @@ def _shape_of(mesh: DeviceMesh) -> dict[str, int]:
     shape = dict(zip(names, getattr(mesh, "shape", ()), strict=False))
     if not names:
         raise StagelineError(
-            f"mesh= is a DeviceMesh whose dimensions are named {', '.join(KNOWN)}, in any order, and "
+            f"mesh= must be a DeviceMesh whose dimensions are named {', '.join(KNOWN)}, in any order, and "
             f"{shorten(mesh)} has no names: pass mesh_dim_names= to init_device_mesh"
         )
     unknown = [name for name in names if name not in KNOWN and shape[name] != 1]
     if unknown:
         hint = OTHERS.get(unknown[0], f"rename it{nearest(unknown[0], KNOWN)}, or create a mesh without it")
         raise StagelineError(
-            f"the mesh has the dimension {unknown[0]!r} of size {shape[unknown[0]]}, and a pipeline knows "
+            f"the mesh has the dimension {unknown[0]!r} of size {shape[unknown[0]]}, but a pipeline supports only "
             f"{', '.join(KNOWN)}; {hint}"
         )
     if all(name in names for name in REPLICAS):

@@ -14,15 +14,18 @@ from typing import Any
 import torch
 
 from stageline._version import __version__
-from stageline.common.addresses import ELSEWHERE, interface_of, is_loopback, route_to
 from stageline.common.errors import PipelineError, StagelineError
 from stageline.common.handshake import uses_tls
+from stageline.common.machine import ELSEWHERE, interface_of, is_loopback, route_to
 from stageline.common.trust import one_machine
 from stageline.distributed import attempts
 
 LOOPBACK = "127.0.0.1"
 _HELLO, _ANSWER, _HEARD = "stageline/hello/{}", "stageline/answer/{}", "stageline/heard/{}/{}"
 """Keys of the store: a rank's random number, the answer to it, and that the rank has read the answer."""
+
+FAREWELL = 3.0
+"""Seconds in which a rank that is refused reads why."""
 
 
 @dataclass(frozen=True)
@@ -142,9 +145,9 @@ class Meeting:
             first = Introduction.parse(store.get(_ANSWER.format(drawn)).decode())
             if first is None:
                 raise StagelineError(f"rank {rank} read an answer of rank 0 in the store that is not of this version")
-            mine.check(rank, first)
             self.name, self.address = first.name, self.address or first.address
             store.set(_HEARD.format(self.name, rank), "1")
+            mine.check(rank, first)
         elif not self.address:
             self.address = self._address_by_others(patience / 2)
 
@@ -177,11 +180,16 @@ class Meeting:
         self._store.wait([key], datetime.timedelta(seconds=0.1 if recovers else patience))
 
     def answer(self, over: Callable[[], bool]) -> None:
-        """On rank 0: answer the others until all know the name or `over()` is true."""
+        """On rank 0: answer the others until all know the name or `over()` is true.
+
+        A rank that cannot work with this one is refused when it knows why: the store may end with this process.
+        """
         answered: set[str] = set()
+        refused: StagelineError | None = None
+        end = float("inf")
         missing = list(range(1, self._ranks))
         mine = Introduction.mine(self.name, self.address)
-        while missing and not over():
+        while missing and not over() and time.monotonic() < end:
             for rank in missing:
                 if self._store.check([_HELLO.format(rank)]):
                     hello = Introduction.parse(self._store.get(_HELLO.format(rank)).decode())
@@ -189,7 +197,12 @@ class Meeting:
                     if hello is not None and hello.name not in answered:
                         self._store.set(_ANSWER.format(hello.name), str(mine))
                         answered.add(hello.name)
-                        hello.check(rank, mine)
+                        try:
+                            hello.check(rank, mine)
+                        except StagelineError as error:
+                            refused, end = refused or error, time.monotonic() + FAREWELL
             missing = [rank for rank in missing if not self._store.check([_HEARD.format(self.name, rank)])]
             if missing:
                 time.sleep(0.01)
+        if refused is not None:
+            raise refused

@@ -33,6 +33,8 @@ _closers: list[Callable[[], object]] = []
 """Functions that end the threads that can be ended."""
 _shutdowns: list[Callable[[], object]] = []
 """Functions that shut down what a job that lost no rank has opened."""
+_is_child_of_rank = False
+"""Whether this process was forked by a rank: what the rank has opened stays as it is."""
 
 
 def keep_groups() -> None:
@@ -53,12 +55,8 @@ def close_at_exit(close: Callable[[], object]) -> None:
 
 
 def shut_down_at_exit(close: Callable[[], object]) -> None:
-    """Call a function before Python exits, the last one first, unless the job lost a rank.
-
-    A forked child does not call it: connections and GPUs are its parent's.
-    """
-    process = os.getpid()
-    _shutdowns.append(lambda: close() if os.getpid() == process else None)
+    """Call a function before Python exits, the last one first, unless the job lost a rank."""
+    _shutdowns.append(close)
 
 
 def destroy_at_exit(group: Any = None) -> None:
@@ -73,6 +71,18 @@ def destroy_at_exit(group: Any = None) -> None:
     shut_down_at_exit(destroy)
 
 
+def _leave_to_parent() -> None:
+    """Leave connections, GPUs and threads to the parent: a forked child would wait for locks and for its threads."""
+    global _is_child_of_rank
+    _is_child_of_rank = bool(_closers or _shutdowns or _stuck or _lost)
+    _closers.clear()
+    _shutdowns.clear()
+    _stuck.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 @atexit.register
 def _prepare() -> None:
     """Prepare the exit of Python. Registered on import, so that functions that a script registers later run first."""
@@ -81,7 +91,7 @@ def _prepare() -> None:
     for thread in _stuck:
         thread.join(0.2)
     waiting = [thread for thread in _stuck if thread.is_alive()]
-    if not (_closers or _lost or waiting):
+    if not (_closers or _lost or waiting or _is_child_of_rank):
         _shut_down()
         return
     keep_groups()  # those of NCCL wait for a store that may be frozen, even if no collective is pending

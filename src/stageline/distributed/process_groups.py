@@ -39,8 +39,8 @@ from stageline.distributed.communicators import Communicators, quiet_groups
 from stageline.distributed.layout import Layout, data_choices
 from stageline.distributed.process_exit import destroy_at_exit, keep_groups, leave_stuck
 from stageline.transport.gpu import nccl
+from stageline.transport.tcp.exchange import SocketGroup
 from stageline.transport.tcp.links import Links
-from stageline.transport.tcp.socket_group import SocketGroup
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ class Groups:
         self._key = f"{self._prefix}/lost"
         self.pending: set[Any] = set()
         """Collectives that have started and not ended."""
-        self._asking: threading.Thread | None = None
+        self._question: threading.Thread | None = None
+        self._one_question = threading.Lock()
         self._pipelines = self._part_groups = 0
         self._of_layout: dict[Layout, LayoutGroups] = {}
         start_together(self.monitor, self._make)
@@ -222,12 +223,13 @@ class Groups:
             with suppress(RuntimeError):  # the store ended with the process that kept it
                 answer.append(what(default_store()))
 
-        if self._asking is None or not self._asking.is_alive():
-            self._asking = threading.Thread(target=ask, name="stageline store", daemon=True)
-            self._asking.start()
-            self._asking.join(1.0)
-            if self._asking.is_alive():
-                leave_stuck(self._asking)
+        with self._one_question:  # the rank and the client of the monitor may ask at the same time
+            if self._question is None or not self._question.is_alive():
+                self._question = threading.Thread(target=ask, name="stageline store", daemon=True)
+                self._question.start()
+                self._question.join(1.0)
+                if self._question.is_alive():
+                    leave_stuck(self._question)
         return answer[0] if answer else ""
 
 

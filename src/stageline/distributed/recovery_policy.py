@@ -26,12 +26,12 @@ class Recovery:
     def __post_init__(self) -> None:
         for name, value in (("max_restarts", self.max_restarts), ("spares", self.spares)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise StagelineError(f"{name} is a whole number, at least 0; got {shorten(value)}")
+                raise StagelineError(f"{name} must be an integer >= 0; got {shorten(value)}")
         for error in action_errors(self.on_loss):
             raise StagelineError(f"on_loss {error}")
         if self.spares and not self.max_restarts:
             raise StagelineError(
-                f"spares is {self.spares}, and they take the place of lost ranks only if max_restarts is above 0; "
+                f"spares is {self.spares}, but they take the place of lost ranks only if max_restarts is above 0; "
                 "it is 0"
             )
 

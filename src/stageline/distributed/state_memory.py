@@ -87,7 +87,7 @@ class StateMemory:
     def steps(self) -> dict[int, list[int]]:
         """The steps of all complete states, by seat."""
         known = {seat: [step_of(path) for path in self.files(seat)] for seat in range(self.seats)}
-        steps = {seat: sorted(step for step in found if step is not None) for seat, found in known.items()}
+        steps = {seat: sorted(step for step in own if step is not None) for seat, own in known.items()}
         return {seat: own for seat, own in steps.items() if own}
 
     def find(self, seat: int, step: int) -> str | None:

@@ -33,6 +33,19 @@ if TYPE_CHECKING:
     from stageline.distributed.collectives import ReplicaGroup
 
 
+def join_started(thread: threading.Thread, timeout: float = float("inf")) -> None:
+    """Join a thread unless it was never started; `Thread.join` refuses one whose start is not complete.
+
+    >>> join_started(threading.Thread())
+    """
+    end = time.monotonic() + timeout
+    while thread in threading.enumerate() and time.monotonic() < end:  # also lists threads that are starting
+        if thread.is_alive():
+            thread.join(min(1.0, max(0.0, end - time.monotonic())))
+        else:
+            time.sleep(0.001)
+
+
 class ThreadProgress:
     """The progress of a rank that is a thread of this process."""
 
@@ -131,8 +144,7 @@ class ThreadHost:
         except BaseException as error:  # a KeyboardInterrupt reaches this thread, and the ranks must be told
             self._stop(runners, EVERYONE, error, "the step was interrupted")
             for thread in threads:
-                if thread in threading.enumerate():  # including one that was interrupted while it started
-                    thread.join()
+                join_started(thread)
             for runner in runners:
                 runner.forget()
             raise

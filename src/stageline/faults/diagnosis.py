@@ -1,4 +1,4 @@
-"""The diagnosis of a failed job from its flight records: who failed, who waited for whom, which messages were lost.
+"""The diagnosis of a failed job from its flight records: who failed, who waited for whom, lost messages.
 
 A killed process writes no record. What it did last follows from the records of the others: what it sent them, what they
 sent it, and what the failure monitor knew of it.
@@ -147,7 +147,7 @@ def _chains(rows: tuple[Row, ...], verdict: Verdict | None) -> tuple[str, ...]:
             path.append(waits[path[-1]])
         parts = [_wait(rows[rank]) for rank in path[:-1]]
         if path[-1] in waits:
-            parts += [_wait(rows[path[-1]]), f"rank {waits[path[-1]]} again: a circle"]
+            parts += [_wait(rows[path[-1]]), f"rank {waits[path[-1]]} again: a cycle"]
         else:
             parts.append(_last_link(rows[path[-1]], verdict))
         chains.append(" → ".join(parts))
@@ -157,7 +157,7 @@ def _chains(rows: tuple[Row, ...], verdict: Verdict | None) -> tuple[str, ...]:
 def _wait(row: Row) -> str:
     who = "all ranks" if row.waits == EVERYONE else f"rank {row.waits}"
     since = "" if row.waited is None else f" {row.waited:.1f} s"
-    what = f"{row.awaited} of {who}" if row.awaited and not row.awaited.endswith(who) else row.awaited or who
+    what = f"{row.awaited} of {who}" if row.awaited and "rank" not in row.awaited else row.awaited or who
     return f"rank {row.rank} waits{since} for {what}"
 
 
@@ -232,8 +232,8 @@ def _advice(
     if verdict is None:
         silent = [row.rank for row in rows if not row.wrote]
         advice = ["no record names a culprit: the control channel was lost, or the ranks were ended from outside"]
-        if any("a circle" in chain for chain in chains):
-            advice.append("the ranks wait in a circle: run `stageline verify` on the schedule")
+        if any("a cycle" in chain for chain in chains):
+            advice.append("the ranks wait in a cycle: run `stageline verify` on the schedule")
         if silent:
             advice.append(f"begin with the ranks that wrote nothing: {', '.join(map(str, silent[:8]))}")
         return tuple(advice)

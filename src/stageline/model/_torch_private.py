@@ -26,6 +26,12 @@ buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = operator.attrgette
 non_persistent_buffers: Callable[[nn.Module], set[str]] = operator.attrgetter("_non_persistent_buffers_set")
 
 MODULE_DICTIONARIES = ("_modules", "_parameters", "_buffers")
+COMPILED_CALL = "_compiled_call_impl"
+"""Where `module.compile()` keeps the compiled call of a module; None if it is not compiled."""
+WRAPPED = "_orig_mod"
+"""The module inside the wrapper of `torch.compile(module)`."""
+COMPILED_FUNCTION = "_torchdynamo_orig_callable"
+"""The function that `torch.compile(function)` compiled."""
 
 
 def module_dictionaries(module: nn.Module) -> dict[str, dict[str, Any]]:

@@ -10,15 +10,12 @@ from typing import Any
 from torch import nn
 
 from stageline.autograd.graphs.options import allow_forms
-from stageline.model._torch_private import children_of
-
-_WRAPPED = "_orig_mod"
-"""The name under which the wrapper of torch.compile holds the module."""
+from stageline.model._torch_private import COMPILED_CALL, COMPILED_FUNCTION, MODULE_DICTIONARIES, WRAPPED, children_of
 
 
 def is_wrapped(module: Any) -> bool:
     """Whether a module was returned by `torch.compile(module)`."""
-    return isinstance(module, nn.Module) and isinstance(children_of(module).get(_WRAPPED), nn.Module)
+    return isinstance(module, nn.Module) and isinstance(children_of(module).get(WRAPPED), nn.Module)
 
 
 def unwrapped(model: Any) -> Any:
@@ -28,14 +25,14 @@ def unwrapped(model: Any) -> Any:
         return model
     model = model if owner is None else owner
     while is_wrapped(model):
-        model = children_of(model)[_WRAPPED]
+        model = children_of(model)[WRAPPED]
     _warn(f"torch.compile({type(model).__name__})")
     return model
 
 
 def _owner_of_function(model: Any) -> nn.Module | None:
     """Return the module of a compiled function: torch.compile returns one for a module that it compiled before."""
-    if not hasattr(model, "_torchdynamo_orig_callable") or isinstance(model, nn.Module):
+    if not hasattr(model, COMPILED_FUNCTION) or isinstance(model, nn.Module):
         return None
     while model is not None:
         owner = getattr(model, "__self__", None)
@@ -56,7 +53,7 @@ def _warn(what: str) -> None:
 def inner(name: str, module: nn.Module) -> tuple[str, nn.Module]:
     """Return the module inside of all wrappers, and its name there."""
     while is_wrapped(module):
-        name, module = f"{name}.{_WRAPPED}", children_of(module)[_WRAPPED]  # type: ignore[assignment]
+        name, module = f"{name}.{WRAPPED}", children_of(module)[WRAPPED]  # type: ignore[assignment]
     return name, module
 
 
@@ -72,20 +69,20 @@ class Wrapper(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module inside."""
-        return self._modules[_WRAPPED](*args, **kwargs)  # type: ignore[misc]
+        return children_of(self)[WRAPPED](*args, **kwargs)  # type: ignore[misc]
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the module inside."""
-        children = self.__dict__.get("_modules", {})
+        children = self.__dict__.get(MODULE_DICTIONARIES[0], {})
         if name in children:
             return children[name]
-        return getattr(children[_WRAPPED], name) if children else super().__getattr__(name)
+        return getattr(children[WRAPPED], name) if children else super().__getattr__(name)
 
 
 def any_compiled(modules: Iterable[nn.Module]) -> bool:
     """Whether any of the modules, or a module inside of them, is compiled."""
     return any(
-        is_wrapped(submodule) or getattr(submodule, "_compiled_call_impl", None) is not None
+        is_wrapped(submodule) or getattr(submodule, COMPILED_CALL, None) is not None
         for module in modules
         for submodule in module.modules()
     )
@@ -99,12 +96,12 @@ def eager(model: nn.Module, units: Iterable[nn.Module]) -> Iterator[None]:
     for module in model.modules():
         if id(module) in inside:
             continue
-        for key in ("_compiled_call_impl", *(("forward",) if is_wrapped(module) else ())):
+        for key in (COMPILED_CALL, *(("forward",) if is_wrapped(module) else ())):
             if module.__dict__.get(key) is not None:
                 changed.append((module, key, module.__dict__[key]))
                 module.__dict__[key] = None
         if is_wrapped(module):
-            module.__dict__["forward"] = children_of(module)[_WRAPPED]
+            module.__dict__["forward"] = children_of(module)[WRAPPED]
     try:
         yield
     finally:
@@ -116,7 +113,7 @@ def eager(model: nn.Module, units: Iterable[nn.Module]) -> Iterator[None]:
 def compiled(modules: Iterable[nn.Module], options: Mapping[str, Any] | None) -> Iterator[None]:
     """Run modules compiled by torch.compile with these keyword arguments; None changes nothing."""
     chosen = [] if options is None else [module for module in modules if any(True for _ in module.parameters())]
-    before = [(module, module.__dict__.get("_compiled_call_impl")) for module in chosen]
+    before = [(module, module.__dict__.get(COMPILED_CALL)) for module in chosen]
     allow_forms(chosen)
     try:
         for module in chosen:
@@ -124,4 +121,4 @@ def compiled(modules: Iterable[nn.Module], options: Mapping[str, Any] | None) ->
         yield
     finally:
         for module, implementation in before:
-            module.__dict__["_compiled_call_impl"] = implementation
+            module.__dict__[COMPILED_CALL] = implementation

@@ -12,7 +12,6 @@ import inspect
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from torch import nn
 
 from stageline.common.errors import StagelineError, shorten
 from stageline.common.imports import is_hub_name
+from stageline.common.temporary_folder import TemporaryFolder
 
 if TYPE_CHECKING:
     import torch
@@ -180,9 +180,9 @@ def adapter_of(model: nn.Module) -> Adapter | None:
     config.inference_mode = True
     if config.base_model_name_or_path is None:
         config.base_model_name_or_path = getattr(peft_model.get_base_model(), "name_or_path", None)
-    with tempfile.TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
-        text = Path(folder, "adapter_config.json").read_bytes()
+    with TemporaryFolder("adapter-") as folder:
+        config.save_pretrained(str(folder))
+        text = (folder / "adapter_config.json").read_bytes()
     state = model.state_dict(keep_vars=True)
     saved = library.get_peft_model_state_dict(
         model, dict(state), adapter_name=peft_model.active_adapter, save_embedding_layers=False

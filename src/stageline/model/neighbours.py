@@ -1,4 +1,4 @@
-"""Neighbours at work: ranks compute beside each other, so a layer is also measured while others compute.
+"""Neighbours at work: ranks compute at the same time, so a layer is also measured while others compute.
 
 They share the memory and the caches of the machine; as threads, also Python's interpreter lock.
 """

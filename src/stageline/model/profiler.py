@@ -23,21 +23,9 @@ from stageline.common.errors import StagelineError, shorten
 from stageline.model import huggingface
 from stageline.model._torch_private import hook_dictionaries, tensors_in
 from stageline.model.compiled_models import compiled, eager, unwrapped
-from stageline.model.measurement import (
-    CallBenchmark,
-    LayerTrace,
-    PeakMeter,
-    Storages,
-    Timer,
-    Where,
-    capture,
-    is_host_bound,
-    run_round,
-    state_storages,
-    storages_of,
-    total_time,
-)
+from stageline.model.measurement import CallBenchmark, PeakMeter, Timer, Where, is_host_bound, run_round, total_time
 from stageline.model.neighbours import Launcher, Neighbours, neighbours_of
+from stageline.model.observation import LayerTrace, Storages, capture, state_storages, storages_of
 from stageline.model.profile import Layer, Profile, stage_transients
 from stageline.model.samples import KINDS, LayerSamples, layer_key, pooled, relative_range, repeat
 from stageline.model.stage_module.boundary import arguments
@@ -104,20 +92,19 @@ def profile_units(
     example: Any,
     *,
     loss: LossLayer | None = None,
-    compile: Compile = False,
-    repeats: int = 5,
-    warmup: int = 2,
     neighbours: int = 0,
-    launcher: Launcher = "processes",
+    **options: Any,
 ) -> Profile:
-    """Measure every unit on its own, once even if the model calls it twice; the last one with the loss."""
+    """Measure every unit on its own, once even if the model calls it twice; the last one with the loss.
+
+    `options` are those of `profile_layers`.
+    """
     refuse_lazy(model)
     args, kwargs = arguments(example)
     by_module = {id(unit.module): (unit.name, unit.module) for unit in reversed(units)}
     layers: list[tuple[str, nn.Module]] = list(reversed(by_module.values()))
     keywords = {**huggingface.defaults_of(model), **kwargs}
     with eager(model, [unit.module for unit in units]):
-        options: Any = {"compile": compile, "repeats": repeats, "warmup": warmup, "launcher": launcher}
         options["beside"] = (partial(_job_of, model, args, keywords), neighbours) if neighbours else None
         if loss is None:
             return profile_layers(layers, lambda: model(*args, **keywords), **options)
@@ -157,7 +144,8 @@ def profile_layers(
     modules = list(dict.fromkeys(module for _, module in layers))
     with _preserved_state(modules), in_this_thread(), ExitStack() as stack:
         traces = capture(layers, run)
-        stack.enter_context(compiled(modules, compile_options(compile, split=True)))
+        if compile is not False:
+            stack.enter_context(compiled(modules, compile_options(compile, split=True)))
         compute_device = torch.device(device) if device is not None else _device_of(traces)
         timer, state = Timer(compute_device), state_storages(modules)
         benchmarks = [[CallBenchmark(trace, call, timer) for call in trace.calls] for trace in traces]
@@ -172,30 +160,17 @@ def profile_layers(
         with neighbours_of(make_job, count, launcher) as neighbours:
             totals = repeat(lambda: _run_rounds(all_calls, neighbours), repeats)
         if on_gpu:
-            for round_index in range(warmup + repeats):
-                torch.cuda.synchronize(compute_device)
-                run_round(all_calls, "host" if round_index >= warmup else None)
-            meter = PeakMeter(compute_device)
-            for call in all_calls:
-                call.measure_transients(meter)
+            _measure_on_gpu(all_calls, compute_device, repeats, warmup)
         where: Where = "host" if on_gpu and is_host_bound(all_calls) else "alone"
         samples = [_samples(trace, calls, where) for trace, calls in zip(traces, benchmarks, strict=True)]
         speed = 1.0
         if all(call.times("beside")["B"] for call in all_calls):
             speed = min(1.0, total_time(all_calls, "alone") / max(total_time(all_calls, "beside"), 1e-12))
-    measured: list[Layer] = []
-    earlier_weights: set[Any] = set()
-    layer_times = zip(traces, benchmarks, residues, samples, pooled(samples), strict=True)
-    for trace, calls, residue, own_samples, seconds in layer_times:
-        weights = storages_of(list(trace.module.parameters()))
-        layer = _measured_layer(trace, calls, seconds, residue, weights, earlier_weights)
-        measured.append(replace(layer, ranges=tuple(own_samples.low_and_high(kind) for kind in KINDS)))
-        earlier_weights |= set(weights)
     machine = f"{platform.machine()}, {os.cpu_count()} processors"
     if on_gpu:
         machine = str(torch.cuda.get_device_name(compute_device))
     return Profile(
-        tuple(measured),
+        _measured_layers(traces, benchmarks, residues, samples),
         machine,
         str(compute_device),
         torch.__version__,
@@ -214,6 +189,16 @@ def _run_rounds(calls: Sequence[CallBenchmark], neighbours: Neighbours | None) -
     if neighbours is not None:
         neighbours.pause()
     return run_round(calls, "alone")
+
+
+def _measure_on_gpu(calls: Sequence[CallBenchmark], device: torch.device, repeats: int, warmup: int) -> None:
+    """Measure how long the host takes to start the kernels of each call, and the peak of its memory."""
+    for round_index in range(warmup + repeats):
+        torch.cuda.synchronize(device)
+        run_round(calls, "host" if round_index >= warmup else None)
+    meter = PeakMeter(device)
+    for call in calls:
+        call.measure_transients(meter)
 
 
 def _samples(trace: LayerTrace, calls: Sequence[CallBenchmark], where: Where) -> LayerSamples:
@@ -239,6 +224,23 @@ def _job_of(model: nn.Module, args: Any, keywords: Mapping[str, Any]) -> Callabl
             _backward(own(*args, **keywords))
 
     return run
+
+
+def _measured_layers(
+    traces: Sequence[LayerTrace],
+    benchmarks: Sequence[Sequence[CallBenchmark]],
+    residues: Sequence[int],
+    samples: Sequence[LayerSamples],
+) -> tuple[Layer, ...]:
+    measured: list[Layer] = []
+    earlier_weights: set[Any] = set()
+    layer_times = zip(traces, benchmarks, residues, samples, pooled(samples), strict=True)
+    for trace, calls, residue, own_samples, seconds in layer_times:
+        weights = storages_of(list(trace.module.parameters()))
+        layer = _measured_layer(trace, calls, seconds, residue, weights, earlier_weights)
+        measured.append(replace(layer, ranges=tuple(own_samples.low_and_high(kind) for kind in KINDS)))
+        earlier_weights |= set(weights)
+    return tuple(measured)
 
 
 def _measured_layer(

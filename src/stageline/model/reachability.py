@@ -17,9 +17,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from stageline.common.imports import library_folders
-from stageline.model._torch_private import MODULE_ATTRIBUTES, buffers_of, children_of, parameters_of
+from stageline.model._torch_private import COMPILED_CALL, MODULE_ATTRIBUTES, buffers_of, children_of, parameters_of
 
-_INTERNAL = MODULE_ATTRIBUTES | {"_compiled_call_impl", "inplace"}
+_INTERNAL = MODULE_ATTRIBUTES | {COMPILED_CALL, "inplace"}
 """Attributes that are not followed. Hooks are among them: they are the user's own observers."""
 
 _LIBRARIES = library_folders()

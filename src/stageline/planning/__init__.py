@@ -2,7 +2,8 @@
 
 This package evaluates candidates by simulation. It never runs a pipeline.
 
-Read in order: `plan`, `request` (its arguments), `search`, `candidates`, `costs` (of stages, for any microbatch size),
-`explain` (a plan, or why nothing fits), `page`. For a larger mesh: `mesh` (its dimensions), `network` (between its
-processes), `tensor_parallel`, `mesh_costs` (what it adds to the costs of stages), `devices` (the search for a mesh).
+Read in order: `plan` (the result), `planner` (`sl.plan` and its options), `request` (what a plan is for), `profiles`
+(of several microbatch sizes), `search`, `candidates`, `costs` (time and memory of stages and ranks), `explain` (a plan,
+or why nothing fits), `page`. For a larger mesh: `mesh` (its dimensions and network), `tensor_parallel`, `mesh_costs`
+(what it adds to the costs of stages), `devices` (the search for a mesh).
 """

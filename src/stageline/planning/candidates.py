@@ -1,4 +1,4 @@
-"""What a plan is chosen from: families with all their chunk counts, cuts, and the time and memory of their stages."""
+"""The candidates for a plan: families with all their chunk counts, cuts, and the time and memory of their stages."""
 
 from __future__ import annotations
 

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from stageline.common.checked_json import NonNegative, PositiveInt
 from stageline.common.errors import StagelineError, shorten
 from stageline.model.tp_plan import plan_of
 from stageline.planning import request as arguments
 from stageline.planning.candidates import Trial
-from stageline.planning.costs import SizedProfiles
+from stageline.planning.plan import MeshAlternative
+from stageline.planning.profiles import SizedProfiles
 from stageline.planning.request import PlanRequest
 from stageline.planning.search import PlanSearch
 from stageline.planning.tensor_parallel import dividends
@@ -34,31 +34,6 @@ MAX_FULL = 4
 """The number of meshes among which the time left is divided; more are tried if these do not need it."""
 MIN_SECONDS = 0.02
 """The least time for a mesh."""
-
-
-@dataclass(frozen=True)
-class MeshAlternative:
-    """The best plan of another mesh; or only a bound, if it could not be better."""
-
-    mesh: dict[str, PositiveInt]
-    seconds: NonNegative
-    """The simulated step, or the bound."""
-    simulated: bool
-    fits: bool
-    schedule: str = ""
-    microbatches: int = 0
-    """Of one pipeline."""
-    samples: int = 0
-    """In a microbatch."""
-    bubble: float = 0.0
-    collectives: float = 0.0
-    """Seconds that the busiest rank spends in collectives: within actions (tp), or beside them."""
-    memory: float = 0.0
-    """The bytes of the fullest rank."""
-    rank: int = 0
-    """The fullest rank."""
-    complete: bool = True
-    """Whether everything was tried, or the bound shows that no more was needed; not if the time was up."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +59,7 @@ class DeviceRequest:
         if lists["bandwidth"] is None:
             raise StagelineError(
                 f"devices={devices} needs bandwidth=, the bytes per second between processes: without it, all "
-                "collectives would take no time, and the mesh would be chosen for nothing"
+                "collectives would take no time, and the choice of the mesh would be arbitrary"
             )
         for name, value in lists.items():
             if isinstance(value, Sequence | np.ndarray) and not isinstance(value, str) and len(value) != devices:

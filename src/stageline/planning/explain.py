@@ -16,8 +16,7 @@ from stageline.planning.request import PlanRequest
 from stageline.planning.search import PlanSearch
 
 if TYPE_CHECKING:
-    from stageline.planning.devices import MeshAlternative
-    from stageline.planning.plan import Alternative, Plan
+    from stageline.planning.plan import Alternative, MeshAlternative, Plan
 
 COLUMNS = ("schedule", "stages", "microbatches", "recomputed", "step", "bubble", "fullest rank", "")
 SAME_TIME = 5e-4

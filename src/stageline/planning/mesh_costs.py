@@ -10,8 +10,9 @@ import numpy as np
 
 from stageline.model.partition.partition import spans_of
 from stageline.model.profile import Layer, Profile
-from stageline.planning.costs import TIMES, Links, Recompute, StateBytes, stage_costs
-from stageline.planning.network import Network, all_gather, all_reduce
+from stageline.planning.costs import Links, Recompute, StateBytes, stage_costs
+from stageline.planning.mesh import Network, all_gather, all_reduce
+from stageline.planning.profiles import TIMES
 from stageline.planning.tensor_parallel import TensorParallel
 from stageline.schedules.schedule import Schedule
 from stageline.schedules.sharding import lower_sharding

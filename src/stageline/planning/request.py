@@ -1,8 +1,8 @@
-"""The arguments of `plan`, checked, and measured where necessary."""
+"""What a plan is for, and the checks of single arguments of `plan`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal, TypeAlias
@@ -11,14 +11,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from stageline.autograd.graphs.options import Compile
 from stageline.common.errors import ScheduleError, StagelineError, nearest, shorten
 from stageline.common.machine import cores as machine_cores
 from stageline.common.units import parse_sizes
-from stageline.model.neighbours import Launcher
-from stageline.planning.costs import Recompute, SizedProfiles, StateBytes, measure_sizes
+from stageline.planning.costs import Recompute, StateBytes
+from stageline.planning.mesh import per_rank
 from stageline.planning.mesh_costs import MeshTime
-from stageline.planning.network import per_rank
+from stageline.planning.profiles import SizedProfiles
 from stageline.schedules.registry import families, find_family, schedule, whole
 from stageline.schedules.schedule import Schedule
 from stageline.timeline.costs import LARGEST_COST, Share
@@ -66,40 +65,6 @@ class PlanRequest:
     seed: int = 0
 
 
-def read_profiles(
-    model: Any,
-    example: Any,
-    profile: Any,
-    samples: Any,
-    several: bool,
-    repeats: int,
-    progress: Callable[[str], None],
-    loss_fn: Callable[[Any, Any], Any] | None = None,
-    targets: Any = None,
-    compile: Compile = False,
-    neighbours: int = 0,
-    launcher: Launcher = "processes",
-) -> SizedProfiles:
-    """Return the profiles of the request, or measure the model."""
-    if profile is None:
-        if model is None or example is None:
-            raise StagelineError("plan needs a model and an example, one microbatch to run it on, or profile=")
-        if not isinstance(model, nn.Module):
-            raise StagelineError(f"plan takes a model, an nn.Module, got {shorten(model)}")
-        return measure_sizes(
-            model, example, several=several, loss_fn=loss_fn, targets=targets, compile=compile, repeats=repeats,
-            neighbours=neighbours, launcher=launcher, progress=progress,
-        )  # fmt: skip
-    if isinstance(profile, Mapping):
-        return SizedProfiles.of(profile)
-    if several and samples is None:
-        raise StagelineError(
-            "batch= requires the costs of microbatch sizes other than the profile's: pass samples=, the number of "
-            "samples it was measured with, or microbatches= instead of batch="
-        )
-    return SizedProfiles.of({1 if samples is None else whole("plan", "samples", samples): profile})
-
-
 def read_splits(
     profiles: SizedProfiles, batch: int | None, microbatches: int | None, pipelines: int = 1
 ) -> tuple[tuple[int, int], ...]:
@@ -120,7 +85,7 @@ def read_splits(
     count = whole("plan", "microbatches", microbatches) // pipelines
     if batch % count:
         near = sorted(divisors, key=lambda divisor: abs(divisor - count))
-        raise StagelineError(f"microbatches={count} do not divide batch={batch}; the nearest that do are {near[:2]}")
+        raise StagelineError(f"microbatches={count} does not divide batch={batch}; the nearest that do are {near[:2]}")
     return ((count, batch // count),)
 
 
@@ -212,43 +177,6 @@ def bytes_per_parameter(model: nn.Module | None) -> float:
     parameters = [] if model is None else list(model.parameters())
     count = sum(parameter.numel() for parameter in parameters)
     return sum(parameter.nbytes for parameter in parameters) / count if count else 4.0
-
-
-def read_states(
-    parameter: Any,
-    gradient: Any,
-    optimizer: Any,
-    interlock: Any,
-    cuda_graphs: Any,
-    shards: int = 1,
-    reshard: Any = "",
-    optimizer_replicas: int = 1,
-) -> StateBytes:
-    """Check the bytes per parameter; `shards` processes share them, and replicas may share those of the optimizer."""
-    for name, value, minimum in (
-        ("parameter_bytes", parameter, 0.1),
-        ("gradient_bytes_per_parameter", 0.0 if gradient is None else gradient, 0.0),
-        ("optimizer_bytes_per_parameter", optimizer, 0.0),
-    ):
-        if not isinstance(value, int | float) or isinstance(value, bool) or not minimum <= value < 1e6:
-            raise StagelineError(f"{name} must be a number of bytes >= {minimum:g}, got {shorten(value)}")
-    if not isinstance(interlock, bool):
-        raise StagelineError(
-            f"interlock must be True (for continuous steps, pipe.run) or False, got {shorten(interlock)}"
-        )
-    if not isinstance(cuda_graphs, bool):
-        raise StagelineError(f"cuda_graphs is True or False, got {shorten(cuda_graphs)}")
-    bytes_of_gradient = None if gradient is None else float(gradient)
-    return StateBytes(
-        float(parameter),
-        bytes_of_gradient,
-        float(optimizer),
-        interlock,
-        cuda_graphs,
-        shards,
-        reshard == "always",
-        optimizer_replicas,
-    )
 
 
 def read_recompute(value: Any, profiles: SizedProfiles) -> Recompute:

@@ -93,7 +93,7 @@ class PlanSearch:
 
     def _time_is_up(self, until: float) -> bool:
         """Whether to stop; while nothing fits, the whole time limit applies."""
-        has_plan = self.best is not None or self._only_synthesized
+        has_plan = self.best is not None or self._only_synthesized or self._beat < np.inf
         if self.elapsed <= (until if has_plan else max(until, self.request.time_limit)):
             return False
         self.was_cut_short = True
@@ -108,7 +108,7 @@ class PlanSearch:
 
     def _screen(self, split: tuple[int, int], until: float) -> None:
         """Simulate all families with every cut for their shape."""
-        is_first = not self._has_screened
+        is_first = not self._has_screened and self._beat == np.inf  # else there is a plan already
         self._has_screened = True
         for variant in self._variants:
             is_quick = is_first and 3 * variant.shape.stages * split[0] <= MAX_QUICK_ACTIONS
@@ -118,6 +118,8 @@ class PlanSearch:
             schedule = self._schedule(variant, split[0]) if candidates else None
             if schedule is not None:
                 for candidate in candidates:
+                    if not is_quick and self._time_is_up(until):
+                        return
                     self._simulate(schedule, candidate)
         best = "" if self.best is None else f", best {self.best.name} {1e3 * self.best.seconds:.4g} ms"
         self._progress(f"{len(self.trials)} plans simulated{best}")

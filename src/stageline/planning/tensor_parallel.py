@@ -16,8 +16,8 @@ from torch import nn
 
 from stageline.model.profile import Layer, Profile
 from stageline.model.tp_plan import HEADS, plan_of, style_of
-from stageline.planning.costs import TIMES, SizedProfiles
-from stageline.planning.network import all_gather, all_reduce
+from stageline.planning.mesh import all_gather, all_reduce
+from stageline.planning.profiles import TIMES, SizedProfiles
 
 WIDTHS = ("hidden_size", "intermediate_size", "n_embd", "d_model", "embed_dim")
 """What layers and configs call the widths that tensor parallel cuts."""

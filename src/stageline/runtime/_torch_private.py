@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from operator import attrgetter
 from types import FunctionType
 from typing import Any, TypeAlias, cast
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +29,15 @@ __all__ = [
     "attributes_of",
     "buffer_named",
     "called_as",
+    "collectives_of",
     "compile_forward",
     "composable_wrappers",
     "emits_nvtx",
     "flatten_dense",
     "foreach_mul_",
     "foreach_norm",
+    "foreach_zero_",
+    "gathered_over",
     "has_accumulate_hooks",
     "has_gradient_hooks",
     "is_packed",
@@ -46,6 +50,8 @@ __all__ = [
     "profiler_is_on",
     "profiles_this_thread",
     "pytree",
+    "rootless_lists",
+    "sharded_by_fsdp",
     "share_gradient_hooks",
     "share_shard",
     "sparse_values",
@@ -55,6 +61,9 @@ __all__ = [
 
 foreach_mul_ = torch._foreach_mul_
 """Multiplies each tensor of a list by a scalar tensor, in place."""
+
+foreach_zero_ = torch._foreach_zero_
+"""Sets each tensor of a list to zero, in place."""
 
 foreach_norm: Callable[[list[Tensor], float], Sequence[Tensor]] = torch._foreach_norm
 """The norm of each tensor of a list, in few kernels."""
@@ -179,10 +188,8 @@ class ShardGroups:
     """
 
     def __init__(self, part: nn.Module) -> None:
-        sharding: Any = sys.modules.get("torch.distributed.fsdp")
-        kinds: Any = () if sharding is None else sharding.FSDPModule
-        modules = [module for module in part.modules() if isinstance(module, kinds)]
-        self._states: list[Any] = list(dict.fromkeys(module._get_fsdp_state() for module in modules))
+        self._states = _states_of([part])
+        modules = [module for state in self._states for module in state._modules]
         inner = {id(child) for module in modules for child in module.modules() if child is not module}
         self._blocks = [state for state in self._states if all(id(module) in inner for module in state._modules)]
         """Those inside of another module: blocks. If there is no outer one, all are blocks."""
@@ -193,8 +200,14 @@ class ShardGroups:
         self._running: list[Any] = []
         """Those that the current forward has run."""
         self.managed = self._by_block = self._in_backward = False
+        self.order = 0
+        """A number of the order in which blocks were gathered one by one since the program began."""
+        self.unused: set[nn.Parameter] = set()
+        """The parameters that no microbatch used in this stage, and that had no gradient before the program."""
+        self._without_gradient: set[nn.Parameter] = set()
+        """The parameters that had no gradient when the program began."""
         for state in self._states:
-            _take_over_hooks(state, self)
+            _take_over_hooks(state)
 
     @cached_property
     def _groups(self) -> list[Any]:
@@ -209,9 +222,23 @@ class ShardGroups:
     def __bool__(self) -> bool:
         return bool(self._states)
 
-    def initialise(self) -> None:
-        """Let FSDP2 prepare its modules, as it does in their first forward."""
+    def begin(self) -> None:
+        """Let FSDP2 prepare its modules, as it does in their first forward, and take over the work of its hooks."""
         _ = self._groups
+        for state in self._states:
+            state._stageline_groups = self  # a stage may have others, for other numbers of microbatches
+        self.managed, self.order, self.unused = True, 0, set()
+        # Now, since another stage that uses a tied one may reduce its gradient before this one does.
+        self._without_gradient = {own for own in self.parameters() if own.grad is None}
+
+    @classmethod
+    def of(cls, part: nn.Module) -> ShardGroups | None:
+        """The groups whose program ran last on a stage; None if it is not sharded, or none ran."""
+        return next((getattr(state, "_stageline_groups", None) for state in _states_of([part])), None)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters as FSDP2 keeps them: this process's parts."""
+        return [parameter.sharded_param for parameter in self._parameters]
 
     def sum_gradients(self) -> None:
         """Let gradients be summed, not averaged."""
@@ -227,11 +254,17 @@ class ShardGroups:
         self._order, self._running = self._running or self._order, []
         if by_block:
             first = self._order[-1:] if backward else self._order[:1]
-            groups = [group for state in self._states if state not in self._blocks for group in _groups_of(state)]
-            groups += [group for state in first for group in _groups_of(state)]
-        else:
-            groups = self._groups
-        for group in groups:
+            for state in (*(state for state in self._states if state not in self._blocks), *first):
+                self._start(state)
+            return
+        for group in self._groups:
+            group.unshard(async_op=True)
+
+    def _start(self, state: Any) -> None:
+        """Start to gather the parameters of a module, unless that was done."""
+        for group in _groups_of(state):
+            if group._all_gather_result is None and not group.is_unsharded:
+                self.order = crc32(bytes(f"{self._groups.index(group)}", "ascii"), self.order)
             group.unshard(async_op=True)
 
     def wait(self) -> None:
@@ -243,14 +276,13 @@ class ShardGroups:
         """A block is about to run, forwards or backwards: gather it, and start with the next one."""
         if not self._by_block or state not in self._blocks:
             return
+        self._start(state)
         for group in _groups_of(state):
-            group.unshard(async_op=True)
             group.wait_for_unshard()
         order = self._order[::-1] if self._in_backward else self._order
         at = order.index(state) + 1 if state in order else len(order)
         for following in order[at : at + 1]:
-            for group in _groups_of(following):
-                group.unshard(async_op=True)
+            self._start(following)
 
     def leave(self, state: Any, output: Any) -> None:
         """A block has run forwards: free it, and gather it again when its backward begins."""
@@ -305,8 +337,28 @@ class ShardGroups:
         """The parameters whose gradients are reduced in another dtype."""
         return [parameter for parameter in self._parameters if parameter.reduce_dtype is not None]
 
+    def _fill_gradients(self) -> None:
+        """Give zeros to parameters that were not used here: others may have used them, and FSDP2 would reduce those
+        that have a gradient here with those that have one there."""
+        used = set()  # a tied one may be gathered several times in a stage
+        for parameter in self._parameters:
+            own, gathered = parameter.sharded_param, getattr(parameter, "_unsharded_param", None)
+            if gathered is None or not own.requires_grad or own.device_mesh.size() == 1:
+                continue
+            if gathered.grad is not None or parameter.unsharded_accumulated_grad is not None:
+                used.add(own)
+                continue
+            if own in self._without_gradient:
+                self.unused.add(own)
+            if parameter.reduce_dtype is None:
+                gathered.grad = torch.zeros_like(gathered)
+            else:
+                parameter.unsharded_accumulated_grad = torch.zeros_like(gathered, dtype=parameter.reduce_dtype)
+        self.unused -= used
+
     def reduce(self) -> Any:
         """Start to reduce the gradients; return the stream in which that ends, or None."""
+        self._fill_gradients()
         stream = None
         for group in reversed(self._groups):
             group.reduce_grads = group.all_reduce_grads = True
@@ -345,8 +397,8 @@ def _groups_of(state: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-def _take_over_hooks(state: Any, groups: ShardGroups) -> None:
-    """Let the hooks of a module run only while `groups` does not do their work; the last caller counts."""
+def _take_over_hooks(state: Any) -> None:
+    """Let the hooks of a module run only while no groups do their work."""
     from torch.distributed.utils import _apply_to_tensors
 
     def cast(dtype: torch.dtype | None, values: Any) -> Any:
@@ -357,7 +409,7 @@ def _take_over_hooks(state: Any, groups: ShardGroups) -> None:
 
     def before(original: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
         owner = state._stageline_groups
-        if not owner.managed:
+        if owner is None or not owner.managed:
             return original(module, args, kwargs)
         owner.enter(state)
         dtype = state._mp_policy.param_dtype if state._mp_policy.cast_forward_inputs else None
@@ -365,15 +417,14 @@ def _take_over_hooks(state: Any, groups: ShardGroups) -> None:
 
     def after(original: Any, module: nn.Module, args: Any, output: Any) -> Any:
         owner = state._stageline_groups
-        if not owner.managed:
+        if owner is None or not owner.managed:
             return original(module, args, output)
         owner.leave(state, output)
         return cast(state._mp_policy.output_dtype, output)
 
-    known = hasattr(state, "_stageline_groups")
-    state._stageline_groups = groups
-    if known:
+    if hasattr(state, "_stageline_groups"):
         return
+    state._stageline_groups = None
     handles = (state._pre_forward_hook_handle, state._post_forward_hook_handle)
     keys = {single.id for handle in handles for single in getattr(handle, "handles", (handle,))}
     for module in state._modules:
@@ -413,19 +464,56 @@ _forwards: dict[type, Any] = {}
 """A copy of `_forward` for every class of compiled modules."""
 
 
+def _states_of(parts: Iterable[nn.Module]) -> list[Any]:
+    """FSDP2's states of the modules of stages; one that was applied to several modules has one state."""
+    modules: list[Any] = [module for part in parts for module in part.modules()]
+    return list(dict.fromkeys(module._get_fsdp_state() for module in modules if hasattr(module, "_get_fsdp_state")))
+
+
+def _parameters_of_fsdp(parts: Iterable[nn.Module]) -> Iterator[Any]:
+    return (parameter for state in _states_of(parts) for group in _groups_of(state) for parameter in group.fsdp_params)
+
+
+def sharded_by_fsdp(parts: Iterable[nn.Module]) -> set[nn.Parameter]:
+    """The parameters of stages that FSDP2 gathers and reduces."""
+    return {parameter.sharded_param for parameter in _parameters_of_fsdp(parts)}
+
+
+def gathered_over(parts: Iterable[nn.Module]) -> dict[nn.Parameter, list[int]]:
+    """The processes that gather and reduce each parameter of stages by FSDP2, which may not know of a new value yet."""
+    found: dict[nn.Parameter, list[int]] = {}
+    for sharded in _parameters_of_fsdp(parts):
+        info = sharded._module_info
+        found[info.module._parameters[info.param_name]] = sharded.mesh_info.mesh.mesh.flatten().tolist()
+    return found
+
+
+def rootless_lists(part: nn.Module) -> list[nn.Module]:
+    """The modules that one call of `fully_shard` covers together, if it was not applied to a module around them."""
+    states = _states_of([part])
+    sharded = [module for state in states for module in state._modules]
+    inner = {id(child) for module in sharded for child in module.modules() if child is not module}
+    lists = (state._modules for state in states if len(state._modules) > 1)
+    return [module for modules in lists for module in modules if id(module) not in inner]
+
+
+def collectives_of(group: Any) -> int:
+    """How many collectives this process has started in a process group; 0 if its backend does not count them."""
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:
+        return 0
+
+
 def share_shard(parts: Iterable[nn.Module], first: tuple[nn.Module, str], second: tuple[nn.Module, str]) -> None:
     """Let a second module use the sharded parameter of a first one; where FSDP2 sharded both, also its memory.
 
     A module is passed with the name of its parameter.
     """
     by_place: dict[tuple[int, str], Any] = {}
-    modules: list[Any] = [module for part in parts for module in part.modules()]
-    for module in (module for module in modules if hasattr(module, "_get_fsdp_state")):
-        state: Any = module._get_fsdp_state()
-        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
-            for sharded in () if group is None else group.fsdp_params:
-                info = sharded._module_info
-                by_place[id(info.module._parameters), info.param_name] = sharded
+    for sharded in _parameters_of_fsdp(parts):
+        info = sharded._module_info
+        by_place[id(info.module._parameters), info.param_name] = sharded
     one, other = (by_place.get((id(module._parameters), name)) for module, name in (first, second))
     if one is not None and other is not None:
         one.reset_sharded_param()  # it may move its part to memory with padding

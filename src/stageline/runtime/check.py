@@ -207,7 +207,7 @@ def _share(batch: tuple[Any, Any], samples: int, pipe: Pipeline) -> tuple[Any, A
         return batch
     if samples < shares:
         raise StagelineError(
-            f"check divides the batch among {shares} replicas, and it has {samples} samples; pass more"
+            f"check divides the batch among {shares} replicas, but it has only {samples} samples; pass more"
         )
     inputs, targets = input_parts(batch[0], shares, shares, specs), target_parts(batch[1], shares, shares, specs)
     return inputs[pipe.replica], targets[pipe.replica]
@@ -320,8 +320,8 @@ def _parse_batch(batch: Any, loss_fn: Callable[[Any, Any], Any] | None) -> tuple
     if isinstance(batch, Mapping):
         return dict(batch), None if loss_fn is None else batch.get("labels"), loss_fn or own_loss
     raise StagelineError(
-        "batch is a pair of inputs and targets, with loss_fn=, or a dict of keyword arguments for a model with its own "
-        f"loss; got {shorten(batch)}{'' if loss_fn else ' and no loss_fn'}"
+        "batch must be a pair of inputs and targets, with loss_fn=, or a dict of keyword arguments for a model with "
+        f"its own loss; got {shorten(batch)}{'' if loss_fn else ' and no loss_fn'}"
     )
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from stageline.common.errors import StagelineError
-from stageline.runtime._torch_private import pytree
+from stageline.runtime._torch_private import foreach_zero_, pytree
 from stageline.runtime.stage import ForwardResult, Gradients, LossInputs, Stage, run_forward
 from stageline.tensors.copies import Pairs
 from stageline.tensors.pytree import Leaf
@@ -141,7 +141,7 @@ class ActionGraphs:
                 own.copy_(parameter.grad)
             parameter.grad = own
         if empty:
-            torch._foreach_zero_(empty)
+            foreach_zero_(empty)
 
     def forward(
         self, stage: Stage, microbatch: int, step: int, leaves: Sequence[Leaf], tree: str, wants: Sequence[bool],
@@ -197,8 +197,8 @@ class ActionGraphs:
         if captured is not None:
             if [_form(grad) for grad in tensors] != [_form(own) for own in captured.inputs]:
                 raise StagelineError(
-                    f"stage {stage.index} got gradients of another form than when its actions were captured; pass "
-                    "cuda_graphs=False"
+                    f"stage {stage.index} got gradients of another structure or shape than when its actions were "
+                    "captured; pass cuda_graphs=False"
                 )
             return captured.run(tensors)  # type: ignore[no-any-return]
 

@@ -1,4 +1,4 @@
-"""Gradient reduction: summing gradients over replicas in buckets while the pipeline drains.
+"""Gradient reduction: sums gradients over replicas in buckets while the pipeline drains.
 
     rank 0   … B1 B2 B3 │ W2 W3                    after the last action that adds to a stage's gradients, they are
                         ╰─▶ buckets of the stage   copied into flat buckets, which are reduced over all replicas while
@@ -56,7 +56,7 @@ class Bucket:
             else:
                 if grad.layout != torch.strided:
                     raise StagelineError(
-                        f"the gradient of {name} is {shorten(str(grad.layout))}, and only dense gradients are reduced "
+                        f"the gradient of {name} is {shorten(str(grad.layout))}, but only dense gradients are reduced "
                         "over replicas; use sparse=False"
                     )
                 flat[offset : offset + own.numel()].view(own.shape).copy_(local(grad).detach())
@@ -149,12 +149,6 @@ class Reducer:
         self._filled: list[_Reduction] = []
         self._begun = 0
 
-    @property
-    def elements(self) -> int:
-        """The number of elements of all gradients, which must be the same in all replicas."""
-        buckets = (*self._buckets, *self._shared)
-        return sum(parameter.numel() for bucket in buckets for _, parameter in bucket.parameters)
-
     def begin(self) -> None:
         """Start a step: no stage is ready."""
         self._ready, self._filled, self._begun = set(), [], 0
@@ -202,13 +196,10 @@ class Reducer:
 class Reducers:
     """Several reducers, each over its own processes, as one."""
 
-    def __init__(self, reducers: Sequence[Reducer]) -> None:
+    def __init__(self, elements: int, reducers: Sequence[Reducer]) -> None:
+        self.elements = elements
+        """The number of elements of all parameters that are trained, which must be the same in all replicas."""
         self._reducers = list(reducers)
-
-    @property
-    def elements(self) -> int:
-        """The number of elements of all gradients."""
-        return sum(reducer.elements for reducer in self._reducers)
 
     def begin(self) -> None:
         """Start a step."""

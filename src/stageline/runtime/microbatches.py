@@ -73,6 +73,8 @@ class Agreement:
     """Why this process cannot run the batch."""
     start: Callable[[], object] = lambda: None
     """Sends this rank's row, if that was put off; all ranks do so before they end the step together."""
+    by_row: Sequence[int] = ()
+    """The samples of every replica, or row of a larger mesh."""
 
 
 class BatchIntake:
@@ -137,7 +139,8 @@ class BatchIntake:
             columns = [] if host.single_process else batch.columns
             counts = comparison.agree_replicas(host, known, columns, self.readers, refused)
             compared = known[host.replica, :, : len(NAMES)]
-            return Agreement(counts[host.replica], sum(counts[:: host.layout.tensors]), lambda: compared)
+            total = sum(counts[:: host.layout.tensors])
+            return Agreement(counts[host.replica], total, lambda: compared, by_row=counts)
         start = cache(lambda: host.all_gather_async(_complete(own)))
 
         def rows() -> Floats:
@@ -190,6 +193,8 @@ class BatchIntake:
         )
         if training and not self._stages.plain:
             self._stages.placed.refuse_hooks(self._stages.name_of)
+        if training and self._stages.sharded:
+            self._stages.refuse_hooks()
         for executor in executors.executors if request.keywords else ():
             for stage, keywords in request.keywords.items():
                 if stage in executor.stages:
@@ -207,7 +212,7 @@ def validate_batch(
     needed = specs.default and not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(targets))
     sizes += _sizes(targets, _targets_spec(targets, specs), "the targets", option, needed=needed)
     if keywords is not None and not isinstance(keywords, Mapping):
-        raise StagelineError(f"stage_kwargs is a dict by stage, got {shorten(keywords)}")
+        raise StagelineError(f"stage_kwargs must be a dict by stage, got {shorten(keywords)}")
     for stage, values in (keywords or {}).items():
         if stage != "all" and not (isinstance(stage, int) and 0 <= stage < stages):
             raise StagelineError(f"stage_kwargs has the key {stage!r}; pass a stage from 0 to {stages - 1}, or 'all'")
@@ -315,7 +320,7 @@ def digest(tree: Any) -> int:
     for leaf in _leaves(tree):
         if isinstance(leaf, Tensor):
             hasher.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
-            for tensor in plain_tensors(leaf):
+            for tensor in (leaf,) if type(leaf) is Tensor else plain_tensors(leaf):
                 plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
                 hasher.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
         else:  # the repr of an object may hold its address, which differs between ranks

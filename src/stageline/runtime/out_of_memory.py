@@ -1,4 +1,4 @@
-"""The error of an action for which memory did not suffice: where, what was planned and allocated, and what helps."""
+"""The error of an action that runs out of memory: where, planned and allocated bytes, and what helps."""
 
 from __future__ import annotations
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -15,30 +14,25 @@ from torch import Tensor, nn
 
 from stageline.autograd.graphs.options import Compile
 from stageline.autograd.recompute import Choice, Policy, mark, parse_recompute
-from stageline.common.errors import PipelineError, StagelineError, shorten
-from stageline.distributed.bootstrap import find_host
+from stageline.common.errors import StagelineError, shorten
+from stageline.common.units import pluralize
 from stageline.distributed.collectives import ProcessCollectives
 from stageline.distributed.launchers.threads import launched_ranks
-from stageline.distributed.layout import inner_mesh, mesh_of, ranks_of
+from stageline.distributed.layout import mesh_of, ranks_of
 from stageline.distributed.rank_host import Floats, RankHost
 from stageline.model.split import Staged
 from stageline.runtime.batches.chunk_specs import ChunkSpecs, Keywords
 from stageline.runtime.continuous.rollback import Make
 from stageline.runtime.continuous.run import ContinuousRun, Rates
-from stageline.runtime.executor import device_of
-from stageline.runtime.guards.foreign_reads import NamedTensors, listed
+from stageline.runtime.guards.non_finite import refuse_norm
 from stageline.runtime.microbatches import Batch
 from stageline.runtime.optimizer_shards import OptimizerShards
 from stageline.runtime.optimizer_step import GradientRules, norm_dtype, norms_of, scale_gradients, total_norm
 from stageline.runtime.penalty import Penalty
-from stageline.runtime.rank_executors import ExecutorCache
-from stageline.runtime.replan import Replan, Replanned, StepWatch, watch_for
-from stageline.runtime.replicas import join_replicas, replica_seed
+from stageline.runtime.replan import Replan, Replanned
 from stageline.runtime.setup.automatic_plan import automatic
-from stageline.runtime.setup.handshake import agree_on_shards, common_seed, compare_ties, facts_of
-from stageline.runtime.setup.model_stages import ModelStages, named_tensors
+from stageline.runtime.setup.model_stages import ModelStages
 from stageline.runtime.setup.options import PipelineOptions, Reduction
-from stageline.runtime.setup.parallelize import find_parallelize, groups_of
 from stageline.runtime.setup.stages import (
     check_options,
     count_layers,
@@ -50,8 +44,7 @@ from stageline.runtime.setup.stages import (
     refuse_second,
     whole_model,
 )
-from stageline.runtime.sharding import lower, sharded_stages
-from stageline.runtime.stage import StageOptions
+from stageline.runtime.setup.start import Blueprint, start
 from stageline.runtime.state_dict import check_state, gather_state, watched
 from stageline.runtime.step import StepRunner
 from stageline.runtime.step_report import Evaluation, StepStats, joined
@@ -60,13 +53,12 @@ from stageline.schedules.sharding import ReshardAfterForward
 from stageline.schedules.verify import Certificate
 from stageline.tensors.sharded import part_like
 from stageline.timeline.costs import Costs
-from stageline.timeline.drift import Drift, Stragglers
+from stageline.timeline.drift import Drift
 from stageline.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from stageline.model.build.build import Description
     from stageline.planning.plan import Plan
 
 
@@ -194,7 +186,6 @@ class Pipeline:
         source, recipe = described(stages)
         if ranks is None:
             ranks = ranks_of(mesh) if mesh is not None else launched_ranks()
-        self._mesh = mesh
         self.plan: Plan | None = None
         """How it was planned, with `schedule="auto"`."""
         host: RankHost | None = None
@@ -215,11 +206,13 @@ class Pipeline:
             return default_ranks(replicas, seconds, on_one_gpu(source, built, device)) if is_cut else None
 
         order = find_schedule(schedule, count_layers(source), ranks, microbatches, default=default, **options)
-        self._recompute = parse_recompute(self.options.recompute, self.options.recompute_policy)
-        self.recomputed = mark(self.model, self._recompute, self.options.recompute)
-        model_stages = ModelStages(source, self.model, order.stages, example)
-        self._replicas = replicas
-        self.runner = self._start(order, model_stages, recipe, host)
+        recomputation = parse_recompute(self.options.recompute, self.options.recompute_policy)
+        self.recomputed = mark(self.model, recomputation, self.options.recompute)
+        self._blueprint = Blueprint(
+            order, ModelStages(source, self.model, order.stages, example), self.plan, recomputation, self.recomputed,
+            replicas, mesh,
+        )  # fmt: skip
+        self.runner = start(self.options, self._blueprint, recipe, host)
 
     def reconnect(self, *, compare_weights: bool = True) -> None:
         """Join the processes of a job in which some were replaced (`sl.rejoin`).
@@ -228,72 +221,15 @@ class Pipeline:
         the same options. Load the same checkpoint on all of them before the next step. `compare_weights` replaces the
         option of that name: where the new processes have other weights at first, pass False on all of them.
         """
-        if self.runner.stages.sharded or self._mesh is not None:
-            raise StagelineError("a pipeline in a mesh holds process groups that are gone: create a new Pipeline")
+        if self.runner.stages.sharded or self._blueprint.mesh is not None:
+            raise StagelineError("the process groups of a pipeline in a mesh no longer exist: create a new Pipeline")
         if self._shards is not None:
             self._shards.close()
         self.options = replace(self.options, compare_weights=compare_weights)
         self.__dict__.pop("mesh", None)
         self.zero_grad()
-        self.runner = self._start(self.runner.planned_order, self.runner.stages, None, None, built=True)
-
-    def _start(
-        self,
-        schedule: Schedule,
-        stages: ModelStages,
-        recipe: Description[Any] | None,
-        host: RankHost | None,
-        *,
-        built: bool = False,
-    ) -> StepRunner:
-        """Join the other processes, build and place the stages unless they are, and prepare for the first step."""
-        options, model = self.options, self.model
-        plan_watch = watch_for(options.replan, options.replan_every, options.planned, self.plan, schedule)
-        host = host or find_host(schedule.ranks, options.seconds, self._replicas, self._mesh)
-        parallelize = find_parallelize(options, host.layout, model)
-        stages.join(host, schedule.placement, parallelized=parallelize is not None)
-        host.check_same(
-            {
-                **facts_of(model, schedule, options),
-                "recompute": "\n".join([f"stages {self._recompute.stages}", *self.recomputed]),
-                "replicas and mesh": repr(host.layout),
-            }
-        )
-        seed = common_seed(host, options.seed)
-        before = named_tensors(model)
-        inner = inner_mesh(self._mesh)
-        if parallelize is not None and isinstance(host, ProcessCollectives):
-            host.limit_collectives(groups_of([], inner))  # the function may broadcast weights
-        if not built:
-            with agree_on_shards(host, stages, parallelize is not None):
-                stages.build(recipe, seed, options.device, parallelize, inner)
-            stages.place(options.compile, split=schedule.splits_backward)
-        compare_ties(host, stages)
-        if isinstance(host, ProcessCollectives):
-            if parallelize is not None:
-                host.limit_collectives(groups_of(stages.local_parts(), inner))
-            gpu = device_of(stages.local_parts())
-            host.connect_gpus(schedule.channels, None if gpu is None else torch.device("cuda", gpu))
-        sharded = () if parallelize is None else sharded_stages(host, stages.own_parts(), schedule.stages)
-        lowered = partial(lower, stages=sharded, reshard_after_forward=options.reshard_after_forward)
-        stage_options = StageOptions(
-            options.loss_fn, replica_seed(seed, host.layout.data_row(host.replica)), self._recompute
-        )
-        penalties = len(list(model.named_parameters())) if options.penalty is not None else 0
-        executors = ExecutorCache(
-            host,
-            stages,
-            stage_options,
-            NamedTensors(named_tensors(model), before),
-            penalties,
-            planned=self.plan if options.planned is None else options.planned,
-            cuda_graphs=options.cuda_graphs,
-            lowered=lowered,
-        )
-        joined_replicas = join_replicas(host, schedule, stages, options)
-        looks = options.stragglers and schedule.training and 0 in host.here
-        watch = StepWatch(Stragglers(schedule) if looks else None, plan_watch)
-        return StepRunner(options, schedule, host, stages, executors, joined_replicas, watch)
+        self._blueprint = replace(self._blueprint, schedule=self.runner.planned_order)
+        self.runner = start(self.options, self._blueprint, built=True)
 
     # What it is made of.
 
@@ -369,10 +305,10 @@ class Pipeline:
     @cached_property
     def mesh(self) -> DeviceMesh:
         """The processes by replica ("dp") and rank ("pp"): the `mesh` option, or one of the pipeline's own groups."""
-        if self._mesh is not None:
-            return self._mesh
+        if self._blueprint.mesh is not None:
+            return self._blueprint.mesh
         if not isinstance(self.runner.host, ProcessCollectives):
-            raise StagelineError("all ranks are threads of one process, and a mesh consists of processes: use torchrun")
+            raise StagelineError("all ranks are threads of one process, but a mesh consists of processes: use torchrun")
         return mesh_of(self.runner.host)
 
     def __reduce__(self) -> Any:
@@ -455,7 +391,7 @@ class Pipeline:
         total = total_norm(norms, norm_type, norm_dtype(self.model.parameters()))
         decision = GradientRules(max_norm, self.check_finite and not self.runner.scaled).decide(total)
         if decision.failed:
-            self._refuse_norm(norms, total)
+            refuse_norm(self.runner.stages, norms, total)
         if decision.factor is not None:
             gradients = (parameter.grad for parameter in self.parameters() if parameter.grad is not None)
             scale_gradients(gradients, decision.factor)
@@ -470,25 +406,11 @@ class Pipeline:
         return total_norm(self._norms(norm_type, gradients), norm_type, norm_dtype(self.model.parameters()))
 
     def _norms(self, norm_type: float, gradients: Mapping[str, Tensor] | None = None) -> Floats:
-        known = dict(self.named_gradients()) if gradients is None else gradients
-        own = {name: known[name] for name, _ in self.named_parameters() if self.owns(name) and name in known}
+        own = {name: gradient for name, gradient in self.named_gradients() if self.owns(name)}
+        if gradients is not None:
+            own = {name: gradients[name] for name in own if name in gradients}
         norms = norms_of([name for name, _ in self.model.named_parameters()], own, norm_type)
         return self.runner.host.all_reduce(norms if self._shards is None else self._shards.sum_norms(norms))
-
-    def _refuse_norm(self, norms: Floats, total: Tensor) -> None:
-        """Raise an error that names the parameters whose gradients are not finite, and their stages."""
-        stages = {name: stage for stage, part in reversed(list(enumerate(self.runner.stages.parts))) for name, _ in
-                  part.named_parameters(remove_duplicate=False)}  # fmt: skip
-        wrong = [
-            f"{name} (stage {stages.get(name, '?')})"
-            for (name, _), norm in zip(self.model.named_parameters(), norms.tolist(), strict=True)
-            if not math.isfinite(norm)
-        ]
-        raise PipelineError(
-            f"the norm of the gradients is {total.item()}, and those of {listed(wrong) or 'all parameters together'} "
-            "are not finite or too large; no gradient was clipped and no parameter changed: call zero_grad() before "
-            "the next step; check_finite=False accepts such gradients"
-        )
 
     def owns(self, name: str) -> bool:
         """Whether this process counts and saves a parameter or buffer; in a replica, one process does."""
@@ -537,7 +459,7 @@ class Pipeline:
         """
         self.runner.refuse_to_train()
         if not (isinstance(scale, int | float) and 0 < scale < float("inf")):
-            raise StagelineError(f"scale is a number above 0, got {shorten(scale)}")
+            raise StagelineError(f"scale must be a number above 0, got {shorten(scale)}")
         wanted = self.runner.batches.targets(targets)
         return self.runner.step(
             Batch(inputs, wanted, stage_kwargs, training=True, count=count, scale=float(scale), sync=sync)
@@ -602,7 +524,7 @@ class Pipeline:
     @steps.setter
     def steps(self, value: int) -> None:
         if not isinstance(value, int) or value < 0:
-            raise StagelineError(f"steps is a whole number from 0 upwards, got {shorten(value)}")
+            raise StagelineError(f"steps must be an integer >= 0, got {shorten(value)}")
         self.runner.steps = value
 
     @property
@@ -634,11 +556,7 @@ def summary(runner: StepRunner) -> str:
         word = "stage" if len(stages.local) == 1 else "stages"
         where = f"ranks are processes, this one is rank {host.here[0]}{replica} with {word} {own} on {devices}"
     return (
-        f"<Pipeline of {type(stages.model).__name__}: {_count(schedule.stages, 'stage')} on "
-        f"{_count(schedule.ranks, 'rank')}, schedule {schedule.name}, "
-        f"{_count(schedule.microbatches, 'microbatch', 'es')}; {where}>"
+        f"<Pipeline of {type(stages.model).__name__}: {pluralize(schedule.stages, 'stage')} on "
+        f"{pluralize(schedule.ranks, 'rank')}, schedule {schedule.name}, "
+        f"{pluralize(schedule.microbatches, 'microbatch')}; {where}>"
     )
-
-
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}{'' if number == 1 else plural}"

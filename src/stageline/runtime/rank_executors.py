@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -19,7 +22,6 @@ from stageline.runtime.setup.model_stages import ModelStages
 from stageline.runtime.stage import Stage, StageOptions
 from stageline.runtime.step_report import ContinuousRecordLayout, StepRecordLayout
 from stageline.schedules.schedule import Schedule, forwards_of, only_microbatches
-from stageline.tensors.host_memory import keep_memory
 
 if TYPE_CHECKING:
     from stageline.planning.plan import Plan
@@ -27,6 +29,13 @@ if TYPE_CHECKING:
 
 MOST_TIMES = 1 << 16
 """How many action times all ranks together may send with the rest of the summary at the end of a step."""
+
+KEPT = 512 * 2**20
+"""How many unused bytes a heap may keep."""
+LARGE = 32 * 2**20
+"""Allocations of at least this many bytes come directly from the system; glibc's own dynamic limit."""
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_OWN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
 
 
 @dataclass(frozen=True)
@@ -79,7 +88,7 @@ class ExecutorCache:
         """The executors for this many microbatches of the schedule."""
         key = (microbatches, training)
         if key not in self.sets:
-            order = only_microbatches(schedule if training else forwards_of(schedule), microbatches)
+            order = self.order(schedule, microbatches, training=training)
             placed = self._stages.placed.modules
             stages = {
                 rank: {stage: self._stage(stage, module, schedule) for stage, module in placed[rank].items()}
@@ -88,12 +97,17 @@ class ExecutorCache:
             self.sets[key] = self._make(order, stages)
         return self.sets[key]
 
+    def order(self, schedule: Schedule, microbatches: int, *, training: bool) -> Schedule:
+        """The order of the first microbatches of a schedule, with its shard actions."""
+        return self.lowered(only_microbatches(schedule if training else forwards_of(schedule), microbatches))
+
     def reorder(self, schedule: Schedule) -> None:
         """Use a new order from the next step on; the stages keep everything they have recorded."""
         for (microbatches, training), executors in list(self.sets.items()):
             if training:
                 stages = {executor.rank: executor.stages for executor in executors.executors}
-                self.sets[(microbatches, training)] = self._make(only_microbatches(schedule, microbatches), stages)
+                order = self.order(schedule, microbatches, training=True)
+                self.sets[(microbatches, training)] = self._make(order, stages)
 
     def set_deadline(self, seconds: float) -> None:
         """Set the deadline of all executors."""
@@ -102,7 +116,7 @@ class ExecutorCache:
                 executor.deadline = seconds
 
     def _make(self, schedule: Schedule, stages: Mapping[int, Mapping[int, Stage]]) -> ExecutorSet:
-        host, schedule = self._host, self.lowered(schedule)
+        host = self._host
         executors = [
             Executor(
                 schedule,
@@ -167,3 +181,19 @@ class ExecutorCache:
         twins = stages.placed.twins.get(module, {})
         alone = self._host.single_process
         return ForeignReads(stage, module, holders_of(stages.parts), twins, alone=alone, functions=not stages.compiled)
+
+
+@cache
+def keep_memory() -> bool:
+    """Let glibc keep freed memory, for the whole process, unless the environment configures that.
+
+    A split backward repeatedly holds what W needs and frees it later. By default glibc gives freed memory at the top of
+    its heap back to the system at once, and the next action pays for every page of it again. Returns whether it keeps
+    it; other C libraries are left alone.
+    """
+    configured = any(name in os.environ for name in _OWN) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    try:
+        set_option = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):
+        return False
+    return not configured and bool(set_option(_MMAP_THRESHOLD, LARGE)) and bool(set_option(_TRIM_THRESHOLD, KEPT))

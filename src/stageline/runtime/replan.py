@@ -205,7 +205,9 @@ def watch_for(
     known = plan if planned is None else planned
     costs = known if known is None or isinstance(known, Costs) else getattr(known, "costs", None)
     if known is not None and not isinstance(costs, Costs):
-        raise StagelineError(f"planned is sl.Costs, what the stages should take, or a plan, got {shorten(planned)}")
+        raise StagelineError(
+            f"planned must be sl.Costs, the expected times of the stages, or a plan, got {shorten(planned)}"
+        )
     if mode == "off" or not schedule.training:
         return None
     if costs is not None:

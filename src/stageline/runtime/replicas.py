@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from stageline.common.errors import PipelineError, StagelineError
 from stageline.distributed.collectives import ProcessCollectives, ReplicaGroup
 from stageline.distributed.rank_host import Floats, RankHost
-from stageline.runtime._torch_private import buffer_named
+from stageline.runtime._torch_private import ShardGroups, buffer_named
 from stageline.runtime.grad_reduce import Reducer, Reducers
 from stageline.runtime.optimizer_shards import OptimizerShards
 from stageline.runtime.setup.handshake import compare_weights
@@ -88,7 +88,11 @@ class Replicas:
         self._shared = list(users.values())
         self._parts = [parts[stage] for stage in order]
         self._owners = {module for part in self._parts for module in part.modules()}
-        self._reducer: tuple[Any, Reducer | Reducers] | None = None
+        self._reducer: tuple[Any, Reducers] | None = None
+        own = any("dp_replicate" not in self._summed_over(parameter) for _, parameter in self.parameters())
+        spanned = stages.sharded and host.layout.data_rows > host.layout.shards
+        self.spanned = spanned and bool(host.all_gather(np.array([float(own)])).any())
+        """Whether a parameter of some process is sharded over replicas, so that one replica does not have all of it."""
         self.shards = self._make_shards(stages) if options.shard_optimizer else None
         """Which replica steps which parameters; None if every replica steps all."""
 
@@ -118,26 +122,25 @@ class Replicas:
         for named in (*self._stages.values(), *self._shared):
             yield from named
 
-    def reducer(self) -> Reducer | Reducers:
+    def reducer(self) -> Reducers:
         """The reducer of a step; replaced when the set of trainable parameters changes."""
         key = tuple(parameter.requires_grad for _, parameter in self.parameters())
         if self._reducer is None or self._reducer[0] != key:
             self._reducer = (key, self._make_reducer())
         return self._reducer[1]
 
-    def _make_reducer(self) -> Reducer | Reducers:
+    def _make_reducer(self) -> Reducers:
         def make(group: ReplicaGroup, stages: Stages, shared: list[list[tuple[str, nn.Parameter]]]) -> Reducer:
             keeps = (lambda parameter: True) if self.shards is None else self.shards.keeps
             return Reducer(stages, shared, group, bucket_mb=self._bucket_mb, dtype=self._dtype, keeps=keeps)
-
-        if not self.host.layout.in_mesh:
-            return make(self.group, self._stages, self._shared)
 
         def only(named: list[tuple[str, nn.Parameter]], chosen: frozenset[str]) -> list[tuple[str, nn.Parameter]]:
             return [(name, parameter) for name, parameter in named if self._summed_over(parameter) == chosen]
 
         choices = {self._summed_over(parameter) for _, parameter in self.parameters()} - {frozenset()}
+        trained = (parameter.numel() for _, parameter in self.parameters() if parameter.requires_grad)
         return Reducers(
+            sum(trained),
             [
                 make(
                     self._group_of(chosen),
@@ -145,7 +148,7 @@ class Replicas:
                     [only(named, chosen) for named in self._shared],
                 )
                 for chosen in sorted(choices, key=sorted)
-            ]
+            ],
         )
 
     def _summed_over(self, parameter: Tensor) -> frozenset[str]:
@@ -164,7 +167,7 @@ class Replicas:
             self.shards.return_gradients()
         if self.host.replica and not self.pending:
             for _, parameter in self.parameters():
-                if not self.host.layout.in_mesh or self._counts_elsewhere(parameter):
+                if self._counts_elsewhere(parameter):
                     parameter.grad = None
 
     def _counts_elsewhere(self, parameter: nn.Parameter) -> bool:
@@ -180,11 +183,37 @@ class Replicas:
         and for each replica whether its loss and gradients are finite.
         """
         sizes = (size for _, size in self._sizes(before))
+        groups = [group for part in self._parts if (group := ShardGroups.of(part)) is not None]
+        orders = [float(group.order) for group in groups]
+        sharded = [(group, parameter) for group in groups for parameter in group.parameters()]
+        # A tied one is in several stages: a gradient of any of them counts.
+        used = {parameter for group, parameter in sharded if parameter not in group.unused}
+        unused = [float(parameter not in used) for _, parameter in sharded]
         rows = self.group.all_gather(
-            np.array([add_up(outcome.losses), float(outcome.has_metrics), float(good), *sizes])
+            np.array([add_up(outcome.losses), float(outcome.has_metrics), float(good), *orders, *unused, *sizes])
         )
+        ends = np.cumsum([3, len(orders), len(unused)])
+        self._refuse_other_orders(rows[:, 3 : ends[1]], [parameter for _, parameter in sharded])
+        for number, (_, parameter) in enumerate(sharded):
+            if (rows[:, ends[1] + number] > 0).all():  # no process has used it
+                parameter.grad = None
         losses = rows[:: self.host.layout.tensors, 0]  # rows that differ only in tp have the same loss
-        return losses.tolist(), bool(rows[:, 1].any()), rows[:, 3:], (rows[:, 2] > 0).tolist()
+        return losses.tolist(), bool(rows[:, 1].any()), rows[:, ends[2] :], (rows[:, 2] > 0).tolist()
+
+    def _refuse_other_orders(self, orders: Floats, sharded: Sequence[nn.Parameter]) -> None:
+        """Refuse a step in which processes gathered different blocks: each got something else than the parameters."""
+        layout, (rank,) = self.host.layout, self.host.here
+        alone = all("dp_replicate" in self._summed_over(parameter) for parameter in sharded)
+        size = layout.shards * layout.tensors if alone else layout.replicas
+        for row, own in enumerate(orders):
+            first = row - row % size  # the first of those that gather together
+            if (own != orders[first]).any():
+                names = [layout.name(layout.rows[at][rank]) for at in (first, row)]
+                raise PipelineError(
+                    f"{names[0]} and {names[1]} ran different blocks of their stage, or in a different order, and "
+                    'reshard_after_forward="always" gathers every block when it runs, so they gathered wrong values; '
+                    'use "default", or apply fully_shard to modules that run for all samples; no parameter was changed'
+                )
 
     def _sizes(self, before: BufferCopies) -> Iterator[tuple[tuple[nn.Module, str], float]]:
         """The bytes of each buffer of this rank's stages, negative if it is unchanged.
@@ -199,7 +228,7 @@ class Replicas:
                 same = now is not None and now.shape == copy.shape and torch.equal(now, copy)
                 yield (owner, name), float(-1 - size if same else 1 + size)
 
-    def finish(self, reducer: Reducer | Reducers | None, changed: Floats, before: BufferCopies) -> None:
+    def finish(self, reducer: Reducers | None, changed: Floats, before: BufferCopies) -> None:
         """Make all replicas equal after all ranks have trained and shared parameters are summed in every replica."""
         if reducer is not None:
             if not self.overlap:

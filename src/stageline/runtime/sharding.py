@@ -1,26 +1,31 @@
 """Sharded stages: what the executor does for the shard actions of its program.
 
-FSDP2 cuts the parameters and moves them; the schedule says when (see `schedules.sharding`). While an executor runs, its
+FSDP2 cuts the parameters and moves them; the schedule says when (see `schedules.sharding`).
+`_torch_private.ShardGroups` calls FSDP2, and gathers block by block inside an action. While an executor runs, FSDP2's
 own hooks only convert dtypes. Between I and W, the parameters of a stage may be freed: what I keeps of them for W, such
 as the weight of a norm, is copied once a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import nn
 
 from stageline.autograd.graph_plan import FreedMemory
-from stageline.common.errors import StagelineError
+from stageline.common.errors import PipelineError, StagelineError
 from stageline.distributed.rank_host import RankHost
-from stageline.runtime._torch_private import ShardGroups
+from stageline.runtime._torch_private import ShardGroups, collectives_of
 from stageline.runtime.guards.backward import is_fully_sharded
+from stageline.runtime.setup.parallelize import groups_of
 from stageline.schedules.schedule import Schedule
 from stageline.schedules.sharding import ReshardAfterForward, lower_sharding
 from stageline.tensors.sharded import is_sharded, settle_gradient
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class ShardedStage:
@@ -37,8 +42,7 @@ class ShardedStage:
 
     def begin(self) -> None:
         """The program begins: from now on, FSDP2's hooks leave its work to the shard actions."""
-        self._groups.initialise()  # before any forward: it registers hooks, and those may be hooks on a graph
-        self._groups.managed = True
+        self._groups.begin()  # before any forward: it registers hooks, and those may be hooks on a graph
 
     @property
     def memory(self) -> FreedMemory | None:
@@ -99,6 +103,51 @@ class ShardedStage:
         if self._memory is not None:
             self._memory.forget()
         self.end()
+
+
+def refuse_apart(host: RankHost, mesh: DeviceMesh | None, parts: Iterable[nn.Module], when: str = "") -> None:
+    """After a step that failed, refuse another if processes stopped at different collectives of their layers.
+
+    So too before the first step of a new pipeline, since another one may have failed in the same mesh. The next
+    collective of one would meet an earlier one of another. All processes call this together.
+    """
+    when = when or "a step failed while processes were"
+    layout, meshes = host.layout, [] if mesh is None else [mesh]
+    axes = [(name, inner.get_group(name)) for inner in meshes for name in inner.mesh_dim_names or ()]
+    others = [group for group in groups_of(parts, None) if all(group is not own for _, own in axes)]
+    started = [*(collectives_of(group) for _, group in axes), sum(map(collectives_of, others))]
+    known = host.all_gather(np.array(started, dtype=float))
+    dimensions = [["dp_replicate" if name == "dp" else name] for name, _ in axes]
+    for column, along in enumerate([*dimensions, ["dp_replicate", "dp_shard", "tp"]]):
+        for process in (process for row in layout.rows for process in row):
+            first = layout.neighbours(process, along)[0]
+            counts = [int(known[(*layout.place(member), column)]) for member in (first, process)]
+            if counts[0] != counts[1]:
+                raise PipelineError(
+                    f"{when} at different collectives of their layers "
+                    f"({layout.name(first)} has started {counts[0]}, and {layout.name(process)} {counts[1]}), so the "
+                    "next ones would mix them up: start the job again, from its last checkpoint"
+                )
+
+
+def refuse_other_actions(
+    order: Callable[[int], Schedule], samples: Collection[int], microbatches: int, rank: int
+) -> None:
+    """Refuse numbers of samples with which processes would gather or reduce in different orders.
+
+    `order` returns the schedule of a number of microbatches: fewer samples are as many microbatches.
+    """
+    by_count: dict[int, list[str]] = {}
+    for count in sorted({min(number, microbatches) for number in samples}):
+        sharding = order(count).sharding
+        own = [] if sharding is None else [sharding.action(index) for index in sharding.of_rank(rank)]
+        by_count[count] = [str(action) for action in own if action.kind != "RESHARD"]
+    if any(actions != by_count[count] for actions in by_count.values()):
+        raise StagelineError(
+            f"some processes have {min(samples)} samples, which are less than the {microbatches} microbatches, and "
+            f"others have {max(samples)}: they would gather and reduce parameters in different orders; pass at least "
+            f'{microbatches} samples to each, or as many to all, or use reshard_after_forward="default"'
+        )
 
 
 def sharded_stages(host: RankHost, parts: Mapping[int, nn.Module], stages: int) -> tuple[int, ...]:

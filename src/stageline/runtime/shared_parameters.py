@@ -66,6 +66,12 @@ class Placed:
                     # Each direction's hooks see the gradients of its own microbatches.
                     share_gradient_hooks(parameter, use.own)
 
+    def count_once(self) -> None:
+        """Start a training step: where stages are not copied, earlier gradients count in the first rank alone."""
+        for parameter, uses in self.uses.items():
+            if any(use.own is parameter for use in uses[1:]):
+                parameter.grad = None
+
     def refuse_hooks(self, name_of: Callable[[nn.Parameter], str]) -> None:
         """Refuse hooks and wrappers that need the whole gradient, which no rank has before the end of a step."""
         if self.copies and self._hooks != engine.registered_hooks():
@@ -167,16 +173,17 @@ def sum_shared_gradients(
         if not parameter.requires_grad or len(uses) == 1 or (rank is not None and uses[0].rank != rank):
             continue
         total: Tensor | None = None
+        here = any(use.own is not None for use in uses)
         for use in uses:
             grad = None if use.own is None or use.own.grad is None else local(use.own.grad)
             if not everywhere:
-                grad = _broadcast(local(parameter), grad, use.rank, share)
+                grad = _broadcast(parameter, here, grad, use.rank, share)
             if grad is not None:
                 with torch.no_grad():
                     total = grad if total is None else total.add_(grad)
             if use.own is not None and use.own is not parameter:
                 use.own.grad = None
-        if any(use.own is not None for use in uses):
+        if here:
             parameter.grad = total if total is None else _like(total, parameter)
 
 
@@ -190,13 +197,18 @@ def _like(total: Tensor, parameter: nn.Parameter) -> Tensor:
 
 
 def _broadcast(
-    parameter: Tensor, grad: Tensor | None, owner: int, share: Callable[[Tensor, int], None]
+    parameter: nn.Parameter, here: bool, grad: Tensor | None, owner: int, share: Callable[[Tensor, int], None]
 ) -> Tensor | None:
-    """Broadcast the gradient of one use, which may be None."""
-    exists = torch.tensor([0.0 if grad is None else 1.0])
-    share(exists, owner)
-    if not exists.item():
+    """Broadcast the gradient of one use, which may be None; `here` says whether a rank of this process uses it."""
+    elements = torch.tensor([-1 if grad is None else grad.numel()])
+    share(elements, owner)
+    if elements.item() < 0:
         return None
-    sent = torch.empty_like(parameter) if grad is None else grad.detach().clone()
+    if grad is not None:
+        sent = grad.detach().clone()
+    elif here:
+        sent = torch.empty_like(local(parameter))
+    else:  # it may have no memory here, or be whole where users have parts
+        sent = torch.empty(int(elements.item()), dtype=parameter.dtype)
     share(sent, owner)
     return sent

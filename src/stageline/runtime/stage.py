@@ -576,7 +576,7 @@ def _checked_metrics(metrics: dict[Any, Any]) -> dict[str, Any]:
     }
     for name, value in plain.items():
         if not (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)):
-            raise StagelineError(f"the metric {name!r} is {shorten(value)}; a metric is one number")
+            raise StagelineError(f"the metric {name!r} is {shorten(value)}; a metric must be one number")
     return plain
 
 

@@ -48,7 +48,7 @@ def gather_state(host: RankHost, ranks: int, own: Mapping[str, Any], order: Sequ
 def check_state(state: Any, known: set[str], own: set[str], strict: bool) -> None:
     """Refuse a state dict whose names do not match the model's; `own` are the names that this process holds."""
     if not isinstance(state, Mapping):
-        raise StagelineError(f"a state dict maps names to tensors, got {shorten(state)}")
+        raise StagelineError(f"a state dict must map names to tensors, got {shorten(state)}")
     unknown = sorted(set(state) - known)
     # A state dict with names of other ranks is the whole model's, and must then be complete.
     missing = sorted((known if set(state) & known - own else own) - set(state))

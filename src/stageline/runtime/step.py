@@ -7,9 +7,9 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from stageline.runtime._torch_private import version_of
 from stageline.runtime.action_ranges import warn_about_threads
 from stageline.runtime.batches.input_gradients import exchange, give_gradients
 from stageline.runtime.executor import StepRequest
-from stageline.runtime.grad_reduce import Reducer, Reducers
+from stageline.runtime.grad_reduce import Reducers
 from stageline.runtime.guards.foreign_reads import NamedTensors, reaches
 from stageline.runtime.guards.non_finite import NotFinite, not_finite
 from stageline.runtime.microbatches import Agreement, Batch, BatchIntake, input_parts
@@ -36,6 +36,7 @@ from stageline.runtime.replicas import Replicas
 from stageline.runtime.setup.handshake import compare_weights
 from stageline.runtime.setup.model_stages import ModelStages
 from stageline.runtime.setup.options import PipelineOptions
+from stageline.runtime.sharding import refuse_apart, refuse_other_actions
 from stageline.runtime.shared_parameters import sum_shared_gradients
 from stageline.runtime.step_report import (
     Measured,
@@ -95,6 +96,8 @@ class StepRunner:
         """Whether the gradients of the last step are scaled: a scaler then handles those that are not finite."""
         self.in_run = False
         """Whether continuous steps are running."""
+        self._failed = False
+        """Whether the last batch failed."""
         self._compares = options.compare_weights
         self.planned_order = schedule
         """The schedule without shard actions, before any change of its order."""
@@ -229,8 +232,13 @@ class StepRunner:
         buffers = all_buffers(self.stages.model) if batch.training else []
         reducer = replicas.reducer() if replicas is not None and batch.training and batch.sync else None
         try:
+            if self._failed and self.stages.sharded:
+                refuse_apart(host, self.stages.mesh, self.stages.local_parts())
             agreed = self.batches.agree(batch, 0 if reducer is None else reducer.elements)
             filled = min(self.batches.parts, agreed.samples)  # the parts that are not empty come first
+            if self.stages.sharded and any(samples < self.batches.parts for samples in agreed.by_row):
+                order = partial(self.executors.order, self.schedule, training=batch.training)
+                refuse_other_actions(order, agreed.by_row, self.batches.parts, host.here[0])
             executors = self.executors.sets.get((filled, batch.training)) or self.executors_for(filled, batch.training)
             request, refused = None, agreed.refused
             if refused is None:
@@ -242,8 +250,10 @@ class StepRunner:
             self.batches.agreed = agreed.samples
             if self.stages.compiled:
                 executors.finish_compiling()
+            self._failed = False
             return done
         except BaseException as error:
+            self._failed = True
             put_back(buffers)
             if not isinstance(error, Exception):
                 host.abandon(error)
@@ -273,13 +283,15 @@ class StepRunner:
         request: StepRequest | None,
         agreed: Agreement,
         batch: Batch,
-        reducer: Reducer | Reducers | None,
+        reducer: Reducers | None,
         buffers: BufferCopies,
     ) -> CompletedBatch:
         """Run the ranks of this process, and finish the step together with all others."""
         host, replicas, refused = self.host, self.replicas, agreed.refused
         if not self.stages.plain:
             self.stages.placed.start()
+            if batch.training:
+                self.stages.placed.count_once()
         if replicas is not None and batch.training:
             replicas.start()
         versions = list(map(version_of, self.stages.model.buffers())) if self._two_directions else []
@@ -290,9 +302,16 @@ class StepRunner:
             request = replace(request, start_events=start_events)
         penalties: dict[str, Tensor] = {}
         drawn: list[bool] = []
+        compares = not host.single_process and replicas is None  # replicas compare their batches before the step
+        disagreement = cache(lambda: self.batches.disagreement(agreed.rows(), batch) if compares else "")
 
         def make_record(results: list[RankResult]) -> Floats:
             drawn.append(moved_since(generators))
+            if executors.devices:  # while the GPUs still work, so that nobody waits for it afterwards
+                if collects:
+                    gc.collect(0)
+                with suppress(PipelineError):  # of a lost rank: the end of the step names it
+                    disagreement()
             return self._make_record(executors, results, penalties, batch.training)
 
         overlapped = reducer if replicas is not None and replicas.overlap else None
@@ -301,18 +320,16 @@ class StepRunner:
         if len(host.here) > 1:
             warn_about_threads()
         try:
-            with no_collections():
+            with no_collections() as collects:
                 results, totals = host.run(step)
         except PipelineError as error:
             if refused is not None and not isinstance(refused, PipelineError):
                 raise refused from error  # this rank's own error
-            apart = "" if host.single_process else self.batches.disagreement(agreed.rows(), batch)
-            raise (PipelineError(apart) if apart else error) from error.__cause__
+            text = "" if host.single_process else self.batches.disagreement(agreed.rows(), batch)
+            raise (PipelineError(text) if text else error) from error.__cause__
         assert request is not None
-        if not host.single_process and replicas is None:  # replicas compare their batches before the step
-            apart = self.batches.disagreement(agreed.rows(), batch)
-            if apart:
-                raise PipelineError(apart)
+        if disagreement():
+            raise PipelineError(disagreement())
         outcome = executors.record_layout.read(totals)
         losses, has_metrics, changed = [add_up(outcome.losses)], outcome.has_metrics, np.zeros(0)
         wrong = self._not_finite(executors, request, outcome)
@@ -452,8 +469,10 @@ def moved_since(before: Generators | Tensor) -> bool:
 
 
 @contextmanager
-def no_collections() -> Iterator[None]:
+def no_collections() -> Iterator[bool]:
     """Keep Python's cyclic garbage collector from running: it would stop every rank of the process.
+
+    Yields whether it runs otherwise.
 
     A step makes many small objects, and every few hundred of them would start a collection; a full one takes a tenth of
     a second once torch is loaded.
@@ -465,7 +484,7 @@ def no_collections() -> Iterator[None]:
     enabled = gc.isenabled()
     gc.disable()
     try:
-        yield
+        yield enabled
     finally:
         if enabled:
             gc.enable()

@@ -265,7 +265,7 @@ def text_to_row(text: str) -> Floats:
     data = text.encode()
     if len(data) > TEXT * BYTES:
         raise StagelineError(
-            f"the metrics of a microbatch take {len(data)} bytes as JSON, and in a run there is room for "
+            f"the metrics of a microbatch take {len(data)} bytes as JSON, but in a run there is room for only "
             f"{TEXT * BYTES}; return fewer of them, or use pipe.step"
         )
     row = np.zeros(TEXT)

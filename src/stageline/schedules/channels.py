@@ -175,7 +175,8 @@ def channels_of(schedule: Schedule) -> Channels:
         order = np.argsort(number, kind="stable")[np.count_nonzero(number < 0) :]
         senders.append(source[order])
         receivers.append((taken[order] + mine.start).astype(np.int32))
-        sizes.append(np.unique(number[order], return_counts=True)[1])
+        counts = np.bincount(number[order])
+        sizes.append(counts[counts > 0])
     bounds = np.concatenate([[0], np.cumsum(np.concatenate(sizes), dtype=np.int64)])
     return Channels(schedule, np.concatenate(senders), np.concatenate(receivers), bounds)
 

@@ -447,8 +447,7 @@ def infer_placement(runs: Sequence[ActionRun], microbatches: int | None = None) 
     owner = np.full(num_stages, -1, dtype=np.int32)
     most = np.zeros(num_stages, dtype=np.int64)
     for rank, run in enumerate(runs):
-        stages, counts = np.unique(run[:, 1], return_counts=True)
-        more = counts > most[stages]
-        owner[stages[more]] = rank
-        most[stages[more]] = counts[more]
+        counts = np.bincount(run[:, 1], minlength=num_stages)
+        owner[counts > most] = rank
+        most = np.maximum(most, counts)
     return Placement.of(len(runs), owner, np.zeros(microbatches or num_microbatches, dtype=np.int8))

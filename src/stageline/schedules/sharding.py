@@ -76,7 +76,7 @@ class Sharding:
     @property
     def stages(self) -> tuple[int, ...]:
         """The stages that are sharded."""
-        return tuple(np.unique(self.stage_ids).tolist())
+        return tuple(np.flatnonzero(np.bincount(self.stage_ids)).tolist())
 
     def count(self, kind: str, rank: int | None = None) -> int:
         """Return how many shard actions of a kind a rank has, or all ranks have.
@@ -99,15 +99,15 @@ class Sharding:
 
 
 def check_option(name: str, value: Any) -> ReshardAfterForward:
-    """Refuse anything but the three words.
+    """Check that a value is one of the three options.
 
-    >>> check_option("reshard_after_forward", "alway")
+    >>> check_option("when", "alway")
     Traceback (most recent call last):
-    stageline.ScheduleError: reshard_after_forward is default, always or never, got 'alway' (did you mean 'always'?)
+    stageline.ScheduleError: when must be default, always or never, got 'alway' (did you mean 'always'?)
     """
     if value not in RESHARD_AFTER_FORWARD:
         meant = nearest(str(value), RESHARD_AFTER_FORWARD)
-        raise ScheduleError(f"{name} is default, always or never, got {shorten(value)}{meant}")
+        raise ScheduleError(f"{name} must be default, always or never, got {shorten(value)}{meant}")
     choice: ReshardAfterForward = value
     return choice
 
@@ -134,7 +134,7 @@ def lower_sharding(
     """
     always = check_option("reshard_after_forward", reshard_after_forward) == "always"
     if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
-        raise ScheduleError(f"prefetch is a number of entries from 0, got {shorten(prefetch)}")
+        raise ScheduleError(f"prefetch must be an integer >= 0, got {shorten(prefetch)}")
     sharded = set(range(schedule.stages)) if stages is None else set(stages)
     for stage in sharded:
         if not 0 <= stage < schedule.stages:
@@ -162,7 +162,7 @@ def _of_stage(
     own = np.flatnonzero(schedule.stage_ids[part] == stage) + part.start
     kind = schedule.action_kinds[own]
     entry_of = np.searchsorted(heads, own, side="right") - 1
-    uses = np.unique(entry_of[kind != kinds.W]).tolist()
+    uses = np.flatnonzero(np.bincount(entry_of[kind != kinds.W])).tolist()
     spans = [(use, use) for use in uses] if always else [(uses[0], uses[-1])]
     rows: list[tuple[int, int, int]] = []
     freed = 0

@@ -1,5 +1,5 @@
-"""A test of a cluster: what we promise, tried where a user's job will run.
+"""A self-test of a cluster: what Stageline promises, tested where a user's job will run.
 
-Read in order: `selftest` (the checks, and their result), `bits` (every schedule family against a plain loop), `pairs`
-(bandwidth and latency), `planted_kill`, `environment` (versions and hosts), `page`. Nothing here is needed to train.
+Read in order: `selftest` (the checks, and their result), `bits` (every schedule family against a plain loop),
+`planted_kill`, `page`. Bandwidth and latency are measured by `distributed/pairs.py`. Nothing here is needed to train.
 """

@@ -1,7 +1,7 @@
 """One rank of a small job is killed in a step: do the others name it, and how soon?
 
 Each rank of the self-test starts one process, and these make a job of their own on the CPU, across the same hosts. So
-the self-test itself goes on.
+the self-test itself continues.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,9 @@ import torch
 from torch import nn
 
 from stageline.common.errors import PipelineError
-from stageline.common.ports import listen
+from stageline.common.files import write_text
+from stageline.common.machine import listen
+from stageline.common.temporary_folder import TemporaryFolder
 
 STEP = 3
 """The step in which the last rank kills itself."""
@@ -68,14 +69,14 @@ def _free_port() -> int:
 
 def _run_own(port: int, deadline: float) -> dict[str, Any]:
     """Start the process of this rank, wait for its end, and return what it wrote."""
-    with tempfile.TemporaryDirectory(prefix="stageline-selftest-") as folder:
-        file = Path(folder) / "answer.json"
+    with TemporaryFolder("selftest-") as folder:
+        file = folder / "answer.json"
         dropped = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
         environment = {name: value for name, value in os.environ.items() if name not in dropped}
-        environment |= {"MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": "", "STAGELINE_FLIGHT_DIR": folder}
+        environment |= {"MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": "", "STAGELINE_FLIGHT_DIR": str(folder)}
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         command = [sys.executable, "-c", f"from {__name__} import main; main({str(file)!r}, {deadline!r})"]
-        with (Path(folder) / "log").open("w+b") as log:
+        with (folder / "log").open("w+b") as log:
             process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             try:
                 code = process.wait(START + 3 * deadline)
@@ -101,9 +102,7 @@ def main(file: str, deadline: float) -> None:
     steps = [0]
 
     def write(text: str) -> None:
-        target = Path(file)
-        target.with_suffix(".part").write_text(json.dumps({"text": text, "moment": time.time()}), encoding="utf-8")
-        target.with_suffix(".part").rename(target)
+        write_text(Path(file), json.dumps({"text": text, "moment": time.time()}))
 
     def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         if rank == ranks - 1 and steps[0] == STEP:

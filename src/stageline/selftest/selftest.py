@@ -1,26 +1,47 @@
-"""The checks of a self-test, in order, and their result."""
+"""The checks of a self-test, in order, and their result; and what every rank runs on."""
 
 from __future__ import annotations
 
 import json
 import os
+import platform
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from stageline._version import __version__
 from stageline.common.errors import StagelineError
 from stageline.common.files import write_text
 from stageline.distributed.bootstrap import find_host
-from stageline.selftest.bits import FamilyBits, check_families
-from stageline.selftest.environment import RankEnvironment, describe_rank, differing_versions
+from stageline.distributed.pairs import Pair, measure_pairs, pairs_of
+from stageline.selftest.bits import FamilyBits, check_families, own_device
 from stageline.selftest.page import page
-from stageline.selftest.pairs import Pair, measure_pairs
 from stageline.selftest.planted_kill import PlantedKill, plant_kill
 
 FORMAT, VERSION = "stageline-selftest", 1
 NAME = "stageline-selftest"
+VARIABLES = ("STAGELINE_", "NCCL_", "GLOO_", "CUDA_", "OMP_", "MASTER_", "SLURM_NNODES", "LOCAL_", "TORCH_")
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True)
+class RankEnvironment:
+    """What a rank runs on."""
+
+    rank: int
+    host: str
+    versions: dict[str, str]
+    system: str
+    cores: int
+    threads: int
+    gpus: list[str]
+    variables: dict[str, str]
+    """Those of Stageline and of the communication libraries, without secrets."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +92,7 @@ def run_selftest(deadline: float = 30.0, families: Sequence[str] | None = None, 
     problems = differing_versions(ranks)
     bits = check_families(processes, deadline, families)
     problems += [f"{family.name}: {family.text}" for family in bits if family.verdict in ("different", "failed")]
-    pairs = measure_pairs(host, processes)
+    pairs = measure_pairs(host, pairs_of(processes), own_device())
     killed = plant_kill(gather, deadline) if kill else None
     if killed is not None:
         problems += killed.problems
@@ -99,3 +120,44 @@ def launcher_name(environment: Mapping[str, str]) -> str:
     """
     variables = {"TORCHELASTIC_RUN_ID": "torchrun", "RAY_JOB_ID": "Ray", "SLURM_STEP_ID": "SLURM"}
     return next((name for variable, name in variables.items() if environment.get(variable)), "processes")
+
+
+def describe_rank() -> RankEnvironment:
+    """Describe this rank."""
+    versions = {"stageline": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+    if torch.cuda.is_available():
+        versions["cuda"] = str(torch.version.cuda)
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        lines = DRIVER.read_text(encoding="utf-8").splitlines() if DRIVER.is_file() else []
+        versions["driver"] = next((word for word in " ".join(lines[:1]).split() if word[:1].isdigit()), "unknown")
+    return RankEnvironment(
+        int(os.environ.get("RANK", "0")),
+        socket.gethostname(),
+        versions,
+        platform.platform(),
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        torch.get_num_threads(),
+        [torch.cuda.get_device_name(device) for device in range(torch.cuda.device_count())],
+        {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(VARIABLES) and "SECRET" not in name
+        },
+    )
+
+
+def differing_versions(ranks: Sequence[RankEnvironment]) -> list[str]:
+    """A sentence for each version that is not the same on all ranks.
+
+    >>> here = RankEnvironment(0, "a", {"torch": "2.11"}, "", 1, 1, [], {})
+    >>> differing_versions([here, RankEnvironment(1, "b", {"torch": "2.13"}, "", 1, 1, [], {})])
+    ['rank 1 on host b runs torch 2.13, and rank 0 on host a runs torch 2.11; install the same versions on all hosts']
+    """
+    first = ranks[0]
+    return [
+        f"rank {rank.rank} on host {rank.host} runs {name} {rank.versions.get(name, 'none')}, and rank 0 on host "
+        f"{first.host} runs {name} {version}; install the same versions on all hosts"
+        for rank in ranks[1:]
+        for name, version in first.versions.items()
+        if rank.versions.get(name) != version
+    ]

@@ -1,4 +1,4 @@
-"""The local web page: schedules to play with, runs while they run, and cuts of a profile.
+"""The local web page: schedules to explore, live runs, and cuts of a profile.
 
 The server only computes: what the browser shows is drawn by the plain JavaScript modules in `pages`. Starlette and
 uvicorn (the extra `studio`) are imported when the server starts, never by importing this package.

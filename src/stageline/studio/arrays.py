@@ -1,4 +1,4 @@
-"""Timelines as arrays for the page: what stays the same while costs change, and what follows them.
+"""Timelines as arrays for the page: the part that is constant while costs change, and the part that follows them.
 
 An answer is JSON followed by the bytes of its arrays. In the JSON, an array is {"array": [type, offset, length]}.
 """

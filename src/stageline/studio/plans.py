@@ -96,9 +96,10 @@ class Profiles:
     def evaluate(self, data: object) -> dict[str, Any]:
         """Return the times and the memory of a cut."""
         from stageline.planning.candidates import Candidate, Cuts, Evaluator, shape_of
-        from stageline.planning.costs import Links, RankMemory, SizedProfiles, StateBytes
+        from stageline.planning.costs import Links, RankMemory, StateBytes
+        from stageline.planning.mesh import Network
         from stageline.planning.mesh_costs import MeshTime
-        from stageline.planning.network import Network
+        from stageline.planning.profiles import SizedProfiles
         from stageline.planning.request import PlanRequest
 
         request = from_json(CutRequest, data, "request", prefix="")
@@ -134,7 +135,7 @@ class Profiles:
 
     def search(self, data: object) -> dict[str, Any]:
         """Return the fastest family, cut and recomputation that the planner finds within the memory."""
-        from stageline.planning.plan import plan
+        from stageline.planning.planner import plan
 
         request = from_json(CutRequest, data, "request", prefix="")
         best = plan(

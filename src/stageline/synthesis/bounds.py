@@ -1,10 +1,11 @@
 """Lower bounds on makespan and span, valid for every schedule.
 
-They combine three facts about F, I and W of every stage and microbatch:
+They combine four facts about F, I and W of every stage and microbatch:
 
     precedence   an action starts after its input, and after the earlier microbatches of its stage
     memory       an F that does not fit beside earlier ones waits for an earlier I, or for an earlier W
     rank load    everything that must run earlier on the same rank runs there sequentially, so its durations add up
+    crossings    an F on its way down and an I on its way up meet between two ranks, and one waits for the other
 
 They give every action a head (its earliest start) and a tail (the minimum time after its end). A rank runs one action
 at a time, so the step takes at least as long as the best preemptive order of one rank's actions with these heads and
@@ -28,6 +29,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stageline.schedules import action as kinds
+from stageline.synthesis.crossings import Floors, floors_of
 from stageline.synthesis.problem import SLACK, Problem, Table
 from stageline.timeline.costs import per_stage
 
@@ -213,6 +215,14 @@ class Times(NamedTuple):
 
 def heads_of(relaxation: Relaxation) -> Times:
     """Return the earliest start of every action."""
+    heads = _heads(relaxation, {})
+    floors = floors_of(relaxation, heads)
+    is_raised = any(time > heads.forward[stage][m] * (1 + SLACK) for (stage, m), time in floors.items())
+    return _heads(relaxation, floors) if is_raised else heads
+
+
+def _heads(relaxation: Relaxation, floors: Floors) -> Times:
+    """Return the earliest start of every action, if some F cannot start before their floors."""
     problem = relaxation.problem
     stages, count = problem.stages, problem.microbatches
     forward, back, weight = relaxation.halves
@@ -239,7 +249,7 @@ def heads_of(relaxation: Relaxation) -> Times:
                     if weights:
                         ready = max(ready, hw[s][weights - 1] + weight[s][weights - 1])
                     earliest = min(earliest, max(ready, loads[s].before_forward(m, backs, weights)))
-                head = max(head, earliest if earliest < math.inf else NEVER)
+                head = max(head, earliest if earliest < math.inf else NEVER, floors.get((s, m), NEVER))
                 loads[s].add_forward(m, head)
             hf[s][m] = head
         for s in reversed(range(stages)):

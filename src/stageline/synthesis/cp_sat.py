@@ -13,6 +13,7 @@ to a unit.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -68,6 +69,11 @@ def is_available() -> bool:
     from importlib.util import find_spec
 
     return find_spec("ortools") is not None
+
+
+def is_loaded() -> bool:
+    """Whether the solver has been imported."""
+    return "ortools.sat.python.cp_model" in sys.modules
 
 
 def solver() -> Any:
@@ -134,7 +140,7 @@ class Model:
         """Return when a rank starts, given its first stage: when the first microbatch can arrive."""
         problem = self.problem
         if not self.num_instant:
-            return self._ticks_down(heads_of(Relaxation(problem)).forward[stage][0])
+            return self._ticks_down(self.heads.forward[stage][0])
         times = zip(problem.times[kinds.F][:stage], problem.forward_hop[:stage], strict=True)
         return sum(self._length(forward[0]) + self._ticks_down(hop[0]) for forward, hop in times)
 
@@ -142,6 +148,7 @@ class Model:
         problem, model, unit = self.problem, self.model, self.unit
         relaxation = Relaxation(problem)
         heads, tails = heads_of(relaxation), tails_of(relaxation)
+        self.heads = heads
         first_starts = [heads.forward[stages[0]][0] for stages in problem.stages_of]
         # A rank that starts later may also end later, by the same time.
         last = self.horizon + (

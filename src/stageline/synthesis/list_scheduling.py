@@ -42,10 +42,10 @@ class PriorityRule:
     """Per rank, the maximum number of activations it holds (F started, I not finished)."""
     max_deferred: float = math.inf
     """The maximum number of weight gradients a rank defers."""
-    patience: float = 0.0
-    """A ready F yields to an I that arrives within this fraction of F's duration."""
-    gap: float = 1.0
-    """A W runs if the next arrival is at least this fraction of its duration away."""
+    patience: float | tuple[float, ...] = 0.0
+    """A ready F yields to an I that arrives within this fraction of F's duration; one number, or one per rank."""
+    gap: float | tuple[float, ...] = 1.0
+    """A W runs if the next arrival is at least this fraction of its duration away; one number, or one per rank."""
     target: float = math.inf
     """The objective value to aim at: a rank idles before an arrival only while it can still end within this time."""
     alternate: bool = False
@@ -61,6 +61,11 @@ class PriorityRule:
     """
     order: tuple[int, ...] = (3, 2, 1, 0)
     """On a V placement: priority of F down (0), F up (1), B up (2) and B down (3); empty for shared lanes."""
+
+
+def per_rank(value: float | tuple[float, ...], ranks: int) -> tuple[float, ...]:
+    """Return one value per rank."""
+    return value if isinstance(value, tuple) else (value,) * ranks
 
 
 @dataclass(frozen=True)
@@ -167,6 +172,7 @@ class _State:
         self.order = rule.order if self.is_v else ((0, 1) if rule.forward_first else (1, 0))
         self.forwards = 2 if self.is_v else 1
         self.max_held = rule.ahead or (math.inf,) * ranks
+        self.patience, self.gap = (per_rank(value, ranks) for value in (rule.patience, rule.gap))
         self.base = (kinds.B if rule.whole else kinds.I) * board.size
         self.arrival = [math.inf] * (self.base + board.size)
         self.arrival[: problem.microbatches] = [0.0] * problem.microbatches
@@ -191,7 +197,7 @@ class _State:
         activation, transient, arrival = board.activation, board.transient, self.arrival
         spare, num_held, room = board.spare[rank], self.num_held[rank], board.caps[rank] - self.level[rank]
         num_deferred = len(self.deferred[rank]) - self.num_weights_run[rank]
-        next_arrival = next_backward = math.inf
+        patience, next_arrival, next_backward = self.patience[rank], math.inf, math.inf
         blocked = False
         order = self.order
         if rule.alternate and not self.is_v:
@@ -213,7 +219,7 @@ class _State:
                 must_reserve = self.is_v and lane == 0 and positions[1] <= positions[3] and positions[1] < len(lanes[1])
                 if must_reserve and need + activation[lanes[1][positions[1]]] > room:
                     continue
-                if arrives <= now and rule.patience and next_backward < now + rule.patience * board.durations[code]:
+                if arrives <= now and patience and next_backward < now + patience * board.durations[code]:
                     continue
             else:
                 next_backward = min(next_backward, arrives)
@@ -232,7 +238,7 @@ class _State:
             has_gap = (
                 blocked
                 or num_deferred > rule.max_deferred
-                or wait >= rule.gap * board.durations[code]
+                or wait >= self.gap[rank] * board.durations[code]
                 or wait > self.idle_left[rank]
             )
             if has_gap and transient[code] <= room:

@@ -1,4 +1,4 @@
-"""Changes to a plan: moves along its critical path, and backwards in the other form.
+"""Local changes to a schedule: moves along its critical path, and backwards that are split or joined.
 
 Only an action that waits for its rank, and not for its input, can gain from another order, so `improve` moves actions
 on the critical path ahead of earlier ones of their rank, or behind later ones. A move is kept if the step is not longer

@@ -28,10 +28,8 @@ from stageline.timeline.costs import Floats
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
-EFFORT = 0.1
-"""Limit of the solver's deterministic time for one window."""
-SMALLEST, FIRST, LARGEST = 30, 200, 1000
-"""Number of actions in a window whose order may change: the smallest, the first, and the largest."""
+SMALLEST, LARGEST = 30, 1000
+"""Number of actions in a window whose order may change: the smallest, and the largest."""
 
 
 @dataclass
@@ -240,11 +238,11 @@ class _Window:
                     model.add(total >= end + self._ticks(self.origin + tail[rank] - begin))
         model.minimize(total)
 
-    def solve(self, seconds: float, seed: int) -> tuple[Programs | None, bool]:
+    def solve(self, seconds: float, effort: float, seed: int) -> tuple[Programs | None, bool]:
         """Return the programs with the best order of the window, and whether no order is better."""
         for code, start in self.starts.items():
             self.model.add_hint(start, self._ticks(self.ends[code] - self.board.durations[code] - self.origin))
-        engine = cp_sat.engine_of(seconds, EFFORT, seed)
+        engine = cp_sat.engine_of(seconds, effort, seed)
         status = cp_sat.solve(engine, self.model)
         if status not in (self.cp.OPTIMAL, self.cp.FEASIBLE):
             return None, False
@@ -257,18 +255,27 @@ class _Window:
 
 
 def improve_in_windows(
-    board: Board, plan: ProgramPlan, *, dice: random.Random, seconds_left: Callable[[], float]
+    board: Board,
+    plan: ProgramPlan,
+    *,
+    dice: random.Random,
+    seconds_left: Callable[[], float],
+    first: int = 200,
+    effort: float = 0.1,
 ) -> Iterator[ProgramPlan]:
-    """Solve one window after the other until time is up, and yield the best plan after each."""
-    largest = min(LARGEST, max(SMALLEST, sum(map(len, plan.programs)) // 2))
-    size = min(FIRST, largest)
+    """Solve one window after the other until time is up, and yield the best plan after each.
+
+    `first` is the number of actions in the first window; `effort` limits the solver's deterministic time for each.
+    """
+    largest = min(LARGEST, max(SMALLEST, sum(map(len, plan.programs)) * 2 // 3))
+    size = min(first, largest)
     while seconds_left() > 0:
         ends = end_times(board, plan.programs)
         if ends is None:
             return
         free, fixed_ranks = _choose(board, plan.programs, ends, size, dice)
         window = _Window(board, plan.programs, ends, free, fixed_ranks, plan.value)
-        programs, is_solved = window.solve(seconds_left(), dice.randrange(2**31))
+        programs, is_solved = window.solve(seconds_left(), effort, dice.randrange(2**31))
         size = min(largest, size * 9 // 8) if is_solved else max(SMALLEST, size * 3 // 4)
         candidate = evaluate(board, programs, "windows")
         if candidate is not None and candidate.value <= plan.value * (1 + 1e-12):

@@ -41,8 +41,10 @@ def local(tensor: Tensor) -> Tensor:
     >>> local(torch.ones(2))
     tensor([1., 1.])
     """
+    if not is_sharded(tensor):
+        return tensor
     with torch.no_grad():
-        return arrived(tensor.to_local()) if is_sharded(tensor) else tensor
+        return arrived(tensor.to_local())
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:

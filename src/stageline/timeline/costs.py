@@ -164,7 +164,7 @@ class Costs:
                 continue
             if field.name == "in_seconds":
                 if not isinstance(value, bool):
-                    raise CostError(f"in_seconds is True or False, got {shorten(value)}")
+                    raise CostError(f"in_seconds must be True or False, got {shorten(value)}")
                 continue
             if shared := _SHARED.get(field.name):
                 if not isinstance(value, Sequence) or not all(isinstance(part, shared) for part in value):
@@ -183,7 +183,7 @@ class Costs:
             if (between_ranks <= 0).any():
                 raise CostError(f"bandwidth must be above 0 between any two ranks, got {shorten(self.bandwidth)}")
         if self.scale is not None and not isinstance(self.scale, Sequence | np.ndarray):
-            raise CostError(f"scale is one factor per microbatch, got {shorten(self.scale)}")
+            raise CostError(f"scale must have one factor per microbatch, got {shorten(self.scale)}")
 
     @property
     def memory_unit(self) -> str:
@@ -343,7 +343,7 @@ def _ranks(name: str, ranks: object) -> tuple[int, ...]:
     """Return different ranks as a tuple; refuse everything else."""
     is_list = isinstance(ranks, Sequence) and len(set(ranks)) == len(ranks) > 0
     if not is_list or any(not isinstance(rank, int) or isinstance(rank, bool) or rank < 0 for rank in ranks):  # type: ignore[attr-defined]
-        raise CostError(f"{name} must be different whole numbers from 0 upwards, got {shorten(ranks)}")
+        raise CostError(f"{name} must be different integers >= 0, got {shorten(ranks)}")
     return tuple(ranks)  # type: ignore[arg-type]
 
 
@@ -368,7 +368,7 @@ def per_stage(name: str, value: PerStage, stages: int) -> Floats:
         return np.full(stages, float(array))
     if len(array) != stages:
         raise CostError(
-            f"{name} has {len(array)} values and the schedule has {stages} stages; pass one number, or one per stage"
+            f"{name} has {len(array)} values, but the schedule has {stages} stages; pass one number, or one per stage"
         )
     return array
 
@@ -381,8 +381,8 @@ def _between(
         return float(array)
     if len(array) != ranks:
         raise CostError(
-            f"{name} has {len(array)} rows and columns and the schedule has {ranks} ranks; "
-            "pass one number, or a square of one row per rank"
+            f"{name} has {len(array)} rows and columns, but the schedule has {ranks} ranks; "
+            "pass one number, or a square matrix with one row per rank"
         )
     return np.asarray(array[sources, targets])
 
@@ -391,20 +391,20 @@ def _check(name: str, value: object, depth: int) -> None:
     """Raise `CostError` unless the value is a finite number >= 0, a list of them, or (depth 2) a square of them."""
     if isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool):
         if not 0 <= value <= LARGEST_COST:
-            raise CostError(f"{name} must be a number from 0 upwards, got {shorten(value)}")
+            raise CostError(f"{name} must be a number >= 0, got {shorten(value)}")
         return
     try:
         array = np.asarray(value)
     except (TypeError, ValueError, OverflowError):
         array = np.asarray(None)
-    shapes = "one number, or a square of one row per rank" if depth == 2 else "one number, or one per stage"
+    shapes = "one number, or a square matrix with one row per rank" if depth == 2 else "one number, or one per stage"
     shapes = "one factor per microbatch" if name == "scale" else shapes
     if array.dtype.kind not in "iuf" or array.ndim != depth or array.size == 0 or len(set(array.shape)) != 1:
         raise CostError(f"{name} must be {shapes}; got {shorten(value)}")
     wrong = np.argwhere(~((array >= 0) & (array <= LARGEST_COST)))
     if len(wrong):
         place = "".join(f"[{index}]" for index in wrong[0])
-        raise CostError(f"{name}{place} must be a number from 0 upwards, got {array[tuple(wrong[0])]}")
+        raise CostError(f"{name}{place} must be a number >= 0, got {array[tuple(wrong[0])]}")
 
 
 def _plain(value: Any) -> Any:

@@ -6,9 +6,11 @@ import hashlib
 import importlib
 import json
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -82,8 +84,10 @@ class Logs:
                 if self._file is not None:
                     self._file.close()
                 self._file = MetricsFile(self.folder / METRICS, full["step"] if event in RETURNS else None)
-            self._file.write(full)
-            self._print(full)
+            try:
+                self._file.write(full)
+            finally:
+                self._print(full)
             for tracker in self._trackers:
                 tracker.write(full)
         self.on_event(full)
@@ -366,7 +370,7 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 class MetricsFile:
-    """A file that events are appended to, and flushed.
+    """A file that events are appended to; one that cannot be written leaves no part of its line.
 
     With `resume_step`, lines of later steps are removed first, atomically. Without it, only an incomplete last line is.
 
@@ -385,14 +389,20 @@ class MetricsFile:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self.path.exists():
                 _cut(self.path, LARGEST_STEP if resume_step is None else resume_step)
-            self._file = self.path.open("a", encoding="utf-8", newline="\n")
+            self._file = self.path.open("ab", buffering=0)  # what a full disk refused is not written again at the end
         except OSError as error:
             raise StagelineError(f"cannot write {self.path}: {error.strerror or error}") from None
 
     def write(self, row: Row) -> None:
         """Append an event, which has at least its kind (`event`) and its `step`."""
-        self._file.write(encode(checked(row)) + "\n")
-        self._file.flush()
+        line, size = f"{encode(checked(row))}\n".encode(), os.fstat(self._file.fileno()).st_size
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(size)
+            raise StagelineError(f"cannot write {self.path}: {error.strerror or error}") from None
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""

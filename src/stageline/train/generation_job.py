@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from stageline.common.errors import StagelineError
 from stageline.common.interrupts import install
+from stageline.common.temporary_folder import TemporaryFolder
 from stageline.distributed.bootstrap import job_host
 from stageline.distributed.rank_host import RankHost
 from stageline.model.huggingface import own_loss
@@ -26,7 +26,7 @@ from stageline.train.checkpoint.remote import Location, location
 from stageline.train.checkpoint_state import find_checkpoint
 from stageline.train.config.config import Config, Parallelism
 from stageline.train.config.rules import TOKENIZERS
-from stageline.train.data import Tokenizer, find_tokenizer, tokenizer_name
+from stageline.train.data import BytePairs, Tokenizer, find_tokenizer, tokenizer_name
 from stageline.train.generation import Sampling, generate, text_pieces
 from stageline.train.launch import run_on
 from stageline.train.layout import JobLayout, find_job_layout, process_settings
@@ -44,10 +44,11 @@ class GenerationRequest:
 
     checkpoints: str
     """A folder of checkpoints, or one of them."""
-    prompt: str
+    prompt: str | None
+    """None is the prompt of the run."""
     tokens: int
     sampling: Mapping[str, Any]
-    """The fields of `Sampling`."""
+    """Fields of `Sampling`; the others are those of the run's own sample."""
     parallelism: Parallelism
     step: int = -1
     """The step of the checkpoint; -1 is the newest undamaged one."""
@@ -69,7 +70,6 @@ def _generate_as_rank(fields: dict[str, Any]) -> None:
 
 def generate_text(request: GenerationRequest) -> None:
     """Print the prompt, and its continuation as it is generated; every process calls this."""
-    sampling = Sampling(**request.sampling)
     if request.tokens < 1:
         raise StagelineError(f"tokens is {request.tokens}; it must be at least 1")
     layout = find_job_layout(Config(parallelism=request.parallelism))
@@ -80,17 +80,19 @@ def generate_text(request: GenerationRequest) -> None:
             if not isinstance(checkpoint.state, dict) or "config" not in checkpoint.state:
                 raise StagelineError(f"{checkpoint.path} was not saved by stageline train; it has no config")
             config = replace(Config.from_dict(checkpoint.state["config"]), parallelism=request.parallelism)
-            tokenizer = _tokenizer(request.tokenizer or tokenizer_name(config), config, checkpoint)
+            tokenizer = _tokenizer(request.tokenizer, config, checkpoint)
             task = make_task(config, _vocabulary(checkpoint, tokenizer))
             pipe = _pipeline(config, layout, task, checkpoint)
-        prompt = [int(token) for token in tokenizer.encode(request.prompt or "\n")]
+        text = config.sample.prompt if request.prompt is None else request.prompt
+        prompt = [int(token) for token in tokenizer.encode(text or "\n")]
+        of_run = {"temperature": config.sample.temperature, "top_p": config.sample.top_p}
         tokens = generate(
             pipe,
             prompt,
             request.tokens,
             length=config.training.seq_len,
             share=lambda token: _share(token, layout, host),
-            sampling=sampling,
+            sampling=Sampling(**{**of_run, **request.sampling}),
             inputs=lambda rows: _inputs(task, rows),
         )
         print_stream(tokenizer, prompt, tokens, show=layout.main)
@@ -117,8 +119,12 @@ def _open(where: Location, step: int, host: RankHost) -> Checkpoint:
     return checkpoint
 
 
-def _tokenizer(name: str, config: Config, checkpoint: Checkpoint) -> Tokenizer:
-    """Return the tokenizer of a run: the one that its config names, or the copy in the checkpoint if that is gone."""
+def _tokenizer(replacement: str, config: Config, checkpoint: Checkpoint) -> Tokenizer:
+    """Return the replacement, or the tokenizer that the config of a run names; or else the copy in the checkpoint.
+
+    The copy is needed if the tokenizer is gone, or if the merges of the built-in one have changed since.
+    """
+    name = replacement or tokenizer_name(config)
     saved = [file for file in TOKENIZER_FILES if file in checkpoint.manifest.files]
     if name in TOKENIZERS:
         if name == "bytes" and not saved and config.training.dataset not in ("python", "text"):
@@ -126,13 +132,18 @@ def _tokenizer(name: str, config: Config, checkpoint: Checkpoint) -> Tokenizer:
                 f"{checkpoint.path} has no tokenizer: the run was trained on tokens whose tokenizer is unknown; pass "
                 "the one that produced them with --tokenizer"
             )
+        tokenizer = find_tokenizer(name)
+        is_changed = isinstance(tokenizer, BytePairs) and any(
+            checkpoint.read_asset(file) != tokenizer.files()[file] for file in saved
+        )
+        if replacement or not is_changed:
+            return tokenizer
+    elif Path(name).exists() or not saved:
         return find_tokenizer(name)
-    if Path(name).exists() or not saved:
-        return find_tokenizer(name)
-    with tempfile.TemporaryDirectory() as folder:
+    with TemporaryFolder("tokenizer-") as folder:
         for file in saved:
-            Path(folder, file).write_bytes(checkpoint.read_asset(file))
-        return find_tokenizer(folder)
+            (folder / file).write_bytes(checkpoint.read_asset(file))
+        return find_tokenizer(str(folder))
 
 
 def _vocabulary(checkpoint: Checkpoint, tokenizer: Tokenizer) -> int:

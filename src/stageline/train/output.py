@@ -1,4 +1,4 @@
-"""The output of a job beside its checkpoints: what it prints and logs, timelines, a sample, the report."""
+"""The output of a job besides its checkpoints: what it prints and logs, timelines, a sample, the report."""
 
 from __future__ import annotations
 
@@ -23,11 +23,9 @@ from stageline.common.machine import cores
 from stageline.common.units import format_makespan, format_seconds
 from stageline.distributed.attempts import Attempt
 from stageline.model.huggingface import own_loss
-from stageline.timeline import draw
 from stageline.timeline.io import PLANNED
 from stageline.timeline.timeline import Timeline
 from stageline.train.events import Logs, read_metrics
-from stageline.train.generation import Sampling, generate
 from stageline.train.model_flops import flops_per_token, peak_flops
 from stageline.train.run_folder import ENVIRONMENT, METRICS, SAMPLE, TIMELINE_PAGE, TIMELINES, timeline_file
 from stageline.train.screen import WARM_UP, put
@@ -73,6 +71,8 @@ class Output:
     def recovery(self, attempt: Attempt, step: int, state: str, reported: int, *, mark_all: bool) -> None:
         """Log a recovery, and mark the steps that it affects: those that are repeated, the first new one, or all."""
         path, layout = self._setup.folder.path / METRICS, self._setup.layout
+        if self._main and not (self._setup.folder.path / TIMELINES).exists():
+            self._describe()  # the first process of the job is on another host now, with a folder of its own
         if self._main and path.is_file():
             reported = max([reported, *(row["step"] for row in read_metrics(path).of("step"))])
         self._marks_until = self._setup.config.training.steps if mark_all else reported + 1
@@ -85,27 +85,12 @@ class Output:
         if not self._main:
             return
         setup, folder, layout = self._setup, self._setup.folder, self._setup.layout
-        folder.write_config(setup.config)
         if not resumed and (aside := folder.move_aside(METRICS)) is not None:
             setup.notes.append(
                 f"{folder.path} holds a run without a checkpoint in {setup.config.checkpoint.folder}, so it starts "
                 f"again; its earlier events are kept in {aside.name}"
             )
-        schedule = setup.choice.schedule
-        num_parameters = sum(parameter.numel() for parameter in setup.pipe.model.parameters())
-        (folder.path / TIMELINES).mkdir(exist_ok=True)
-        self._planned.write(folder.path / TIMELINES / PLANNED)
-        job = {
-            "model": setup.task.name,
-            "parameters": num_parameters,
-            "data": setup.data.describe(),
-            "ranks": layout.ranks,
-            "replicas": layout.replicas,
-            "transport": "threads" if layout.processes == 1 else "processes",
-            "device": str(layout.device),
-            "schedule": schedule.name,
-        }
-        folder.write(ENVIRONMENT, environment(**job))
+        schedule, num_parameters = setup.choice.schedule, self._describe()
         num_candidates = 1 + len(setup.choice.alternatives)
         best = f", the fastest of {num_candidates} by the profile" if num_candidates > 1 else ""
         for note in setup.notes:
@@ -119,6 +104,26 @@ class Output:
         makespan = f"makespan {format_makespan(self._planned.makespan)}, bubble {self._planned.bubble or 0:.1%}"
         put(f"plan      {makespan}{noisy if setup.choice.is_noisy else ''}")
         put(f"folder    {folder.path}")
+
+    def _describe(self) -> int:
+        """Save what is trained, where, and its plan, in the folder of the run; return the number of parameters."""
+        setup, folder, layout = self._setup, self._setup.folder, self._setup.layout
+        num_parameters = sum(parameter.numel() for parameter in setup.pipe.model.parameters())
+        folder.write_config(setup.config)
+        (folder.path / TIMELINES).mkdir(exist_ok=True)
+        self._planned.write(folder.path / TIMELINES / PLANNED)
+        job = {
+            "model": setup.task.name,
+            "parameters": num_parameters,
+            "data": setup.data.describe(),
+            "ranks": layout.ranks,
+            "replicas": layout.replicas,
+            "transport": "threads" if layout.processes == 1 else "processes",
+            "device": str(layout.device),
+            "schedule": setup.choice.schedule.name,
+        }
+        folder.write(ENVIRONMENT, environment(**job))
+        return num_parameters
 
     def step(self, step: int, result: StepResult, rate: float, seconds: float) -> None:
         """Log a step, and save its timeline every `metrics.timeline_freq` steps."""
@@ -183,6 +188,8 @@ class Output:
             folder.write(SAMPLE, text)
             put(f"\n{text}\n")
         if self._measured is not None and self._measured.is_aligned:
+            from stageline.timeline import draw
+
             name = self._measured.schedule.name
             names = [f"{name}, {kind}" for kind in ("planned", "measured")]
             title = f"{name}, planned and measured at step {step}"
@@ -197,8 +204,8 @@ class Output:
             if seconds and alone:
                 typical = statistics.median(seconds)
                 put(
-                    f"speed     {format_seconds(typical)} a step, {typical / alone:.2f} times one process that loops "
-                    f"over the microbatches with {cores()} threads ({format_seconds(alone)})"
+                    f"speed     {format_seconds(typical)} a step, {typical / alone:.2f} times one process that trains "
+                    f"on the same microbatches with {cores()} threads ({format_seconds(alone)})"
                 )
             put(f"report    {make_report(self._setup.folder.path)}")
 
@@ -208,6 +215,8 @@ class Output:
         options, tokenizer, task = config.sample, setup.data.tokenizer, setup.task
         if not options.tokens or tokenizer is None or not task.predicts_tokens or not setup.tokens:
             return ""
+        from stageline.train.generation import Sampling, generate
+
         prompt = [int(token) for token in tokenizer.encode(options.prompt or "\n")]
         tokens = generate(
             setup.pipe,
@@ -215,7 +224,7 @@ class Output:
             options.tokens,
             length=config.training.seq_len,
             share=self._share_token,
-            sampling=Sampling(options.temperature, seed=config.training.seed),
+            sampling=Sampling(options.temperature, top_p=options.top_p, seed=config.training.seed),
             inputs=lambda rows: {"input_ids": rows} if task.loss.function is own_loss else rows,
             use_cache=not (config.compile.enable or config.compile.cuda_graphs),  # compiled code has a shape for each
         )
@@ -224,7 +233,7 @@ class Output:
             if self._main:
                 put("sample    none: stopped by a signal")
             return ""
-        return text
+        return "\n".join(text.split("\n")[:-1]) or text  # the last line is cut at the number of tokens
 
     def _share_token(self, token: int) -> int | None:
         """Give all processes the token of the last stage; None if any of them received a signal."""

@@ -116,8 +116,14 @@ def _named_state(pipe: Pipeline, optimizer: torch.optim.Optimizer) -> State:
 
 
 def in_first_replica(pipe: Pipeline) -> bool:
-    """Whether this process is in the first replica, which saves the weights."""
-    return pipe.runner.host.replica < pipe.runner.host.layout.shards * pipe.runner.host.layout.tensors
+    """Whether this process is in the first replica, which saves the weights, or in a row that holds parts of it."""
+    return pipe.runner.host.replica < _rows_of_replica(pipe)
+
+
+def _rows_of_replica(pipe: Pipeline) -> int:
+    """How many rows of the mesh hold the parts of a replica: all, if parameters are sharded over replicas."""
+    layout, replicas = pipe.runner.host.layout, pipe.runner.replicas
+    return layout.replicas if replicas is not None and replicas.spanned else layout.shards * layout.tensors
 
 
 def writer_number(pipe: Pipeline) -> tuple[int, int] | None:
@@ -131,7 +137,7 @@ def writer_number(pipe: Pipeline) -> tuple[int, int] | None:
         return 0, 1
     if not (shards or in_first_replica(pipe)):
         return None
-    rows = layout.replicas if shards else layout.shards * layout.tensors
+    rows = layout.replicas if shards else _rows_of_replica(pipe)
     return host.replica * layout.ranks + host.here[0], rows * layout.ranks
 
 
@@ -160,8 +166,7 @@ def _own_share(pipe: Pipeline, state: Mapping[str, Mapping[str, Tensor]]) -> Ite
 
     They gather one tensor at a time, and each keeps only its share of the bytes.
     """
-    layout = pipe.runner.host.layout
-    loads = [0] * (layout.shards * layout.tensors)
+    loads = [0] * _rows_of_replica(pipe)
     place = pipe.runner.host.replica % len(loads)
     for name, tensors in state.items():
         writer = loads.index(min(loads))

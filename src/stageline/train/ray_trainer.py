@@ -1,4 +1,4 @@
-"""A training job on a Ray cluster: a configuration goes in, and the figures of every step come out."""
+"""A training job on a Ray cluster: it takes a configuration, and reports the statistics of every step."""
 
 from __future__ import annotations
 

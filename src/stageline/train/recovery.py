@@ -29,7 +29,7 @@ from stageline.distributed.state_memory import (
     list_states,
 )
 from stageline.runtime.pipeline import Pipeline
-from stageline.tensors.sharded import is_sharded
+from stageline.tensors.sharded import is_sharded, local, with_part
 from stageline.train.config.config import Config
 from stageline.train.config.ranks import count_gpus, find_degrees
 from stageline.train.layout import JobLayout, batch_sizes, find_job_layout
@@ -100,9 +100,9 @@ class JobRecovery:
         """Join the next attempt if a rank was lost and is replaced; else raise the error."""
         if self._copies_elsewhere is not None:
             self._copies_elsewhere.close()
-        self.attempt, sharded = rejoin(error), self._snapshots is None
+        self.attempt, without = rejoin(error), self._snapshots is None
         self._enter()
-        self._snapshots = None if sharded else self._snapshots
+        self._snapshots = None if without else self._snapshots
         self._last, self._moment, self._copies, self._wait = None, 0.0, 0, False
 
     def _enter(self) -> None:
@@ -153,11 +153,10 @@ class JobRecovery:
         if self._snapshots is None:
             return
         began = time.perf_counter()
-        tensors = state_tensors(pipe, optimizer)
-        if any(map(is_sharded, tensors.values())):  # a rank that is replaced loads the newest checkpoint
+        if not is_cut_as_its_parameters(optimizer):  # a rank that is replaced loads the newest checkpoint
             self._snapshots = None
             return
-        self._snapshots.write(step, tensors, state)
+        self._snapshots.write(step, state_tensors(pipe, optimizer), state)
         if self._copies_elsewhere is not None:
             self._copies_elsewhere.send(self._memory.find(own_seat(), step) or "", step)
         now = time.perf_counter()
@@ -195,7 +194,7 @@ class JobRecovery:
                 return None, {}
             self._forget_after(step)
             holders = {seat: [other for other in known if step in known[other].get(seat, ())] for seat in seats}
-            return step, {seat: self._here if -1 in found else found[0] for seat, found in holders.items()}
+            return step, {seat: self._here if -1 in hosts else hosts[0] for seat, hosts in holders.items()}
 
         step, sources = decide_together(host, choose)
         self._sources = {int(seat): int(source) for seat, source in sources.items()}
@@ -250,12 +249,26 @@ def holds_all(tensors: Mapping[str, Tensor], pipe: Pipeline) -> bool:
     return all(f"parameter {name}" in tensors for name, _ in pipe.named_parameters())
 
 
+def is_cut_as_its_parameters(optimizer: Optimizer) -> bool:
+    """Whether every sharded tensor of an optimizer is cut as its parameter; then its part is enough to rebuild it."""
+    return all(
+        _cut_of(value) == _cut_of(optimizer.parameters[name])
+        for name, slots in optimizer.state().items()
+        for value in slots.values()
+        if value.dim() and (is_sharded(value) or is_sharded(optimizer.parameters[name]))
+    )
+
+
+def _cut_of(tensor: Any) -> object:
+    return (tensor.shape, tensor.placements) if is_sharded(tensor) else None
+
+
 def state_tensors(pipe: Pipeline, optimizer: Optimizer) -> dict[str, Tensor]:
-    """The parameters, buffers and optimizer state of this process, by name."""
-    tensors = {f"parameter {name}": parameter.detach() for name, parameter in pipe.named_parameters()}
-    tensors |= {f"buffer {name}": buffer for name, buffer in pipe.named_buffers()}
+    """The parameters, buffers and optimizer state of this process, by name; of sharded tensors, its part."""
+    tensors = {f"parameter {name}": local(parameter.detach()) for name, parameter in pipe.named_parameters()}
+    tensors |= {f"buffer {name}": local(buffer) for name, buffer in pipe.named_buffers()}
     for name, slots in optimizer.state().items():
-        tensors |= {f"{slot} of {name}": value.detach() for slot, value in slots.items()}
+        tensors |= {f"{slot} of {name}": local(value.detach()) for slot, value in slots.items()}
     return tensors
 
 
@@ -268,9 +281,12 @@ def load_tensors(tensors: dict[str, Tensor], pipe: Pipeline, optimizer: Optimize
                 value = left.pop(f"{kind} {name}", None)
                 if value is None:
                     raise StagelineError(f"the state in host memory has no {kind} {name}: it is of another model")
-                tensor.copy_(value)
+                local(tensor).copy_(value)
     states: dict[str, dict[str, Tensor]] = {}
     for key, value in left.items():
         slot, _, name = key.partition(" of ")
+        parameter = optimizer.parameters.get(name)
+        if parameter is not None and value.dim() and value.shape == local(parameter).shape:
+            value = with_part(value, parameter)
         states.setdefault(name, {})[slot] = value
     optimizer.load(states)

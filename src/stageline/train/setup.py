@@ -1,12 +1,8 @@
-"""The start-up of a job: data, a locked run folder, stages and a schedule by the model's profile, a pipeline."""
+"""The start-up of a job: data, a locked run folder, stages and a schedule, a pipeline."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import math
-import re
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -18,30 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stageline.autograd.graphs.options import Compile
-from stageline.common.errors import NothingFits, StagelineError, in_flags
-from stageline.common.files import write_text
+from stageline.common.errors import StagelineError
 from stageline.common.interrupts import ended_by_sigterm
-from stageline.common.machine import cores
 from stageline.distributed.attempts import number_of
 from stageline.distributed.bootstrap import job_host
 from stageline.distributed.rank_host import RankHost, decide_together
 from stageline.model.build.build import build, describe
-from stageline.model.profile import Profile
-from stageline.model.profiler import profile, time_alone
 from stageline.model.split import Staged, split
-from stageline.planning.costs import by_calls
-from stageline.planning.plan import Plan, parse_plan, plan, read_plan
-from stageline.planning.request import MAX_NEIGHBOURS, device_memory
-from stageline.runtime._torch_private import pytree
-from stageline.runtime.out_of_memory import PLAN_ADVICE
+from stageline.planning.plan import Plan, parse_plan
 from stageline.runtime.pipeline import Pipeline
-from stageline.timeline.costs import Share
 from stageline.train.checkpoint import leave_mark, remove_mark, sees_mark
 from stageline.train.checkpoint.remote import RemotePath, checkpoint_folder
 from stageline.train.config.config import Config, Recovery
-from stageline.train.config.rules import fixed_schedule
-from stageline.train.data import Data, Loader, Tokens, data_of, open_data
+from stageline.train.data import Data, Loader, data_of, open_data
 from stageline.train.layout import (
     ZERO_REPLICAS,
     BatchSizes,
@@ -49,12 +34,20 @@ from stageline.train.layout import (
     batch_sizes,
     core_shares,
     note_on_gpus,
-    ranks_here,
 )
 from stageline.train.optimizers import warm_up_note
-from stageline.train.run_folder import CHOICE, PLAN, PROFILE, RunFolder
-from stageline.train.step import autocast, disable_broken_bfloat16
-from stageline.train.task import Task, looks_ahead, make_task
+from stageline.train.run_folder import PLAN, PROFILE, RunFolder
+from stageline.train.schedule_choice import (
+    JobMeasurement,
+    TransferCosts,
+    choose_schedule,
+    compile_option,
+    load_choice,
+    save_choice,
+    transfer_costs,
+)
+from stageline.train.step import disable_broken_bfloat16
+from stageline.train.task import Task, make_task
 
 
 class Setup:
@@ -87,7 +80,7 @@ class Setup:
         self.notes: list[str] = []
         """Sentences to print before the first step."""
         self.alone: float | None = None
-        """Seconds of a step in one process that loops over its microbatches with all cores, if that was measured."""
+        """Seconds of a step in one process with all cores and the same microbatches, if that was measured."""
         self.nominal_per_step = 0
         """Samples of an optimizer step while no replica is lost."""
 
@@ -155,8 +148,8 @@ class Setup:
             self.task.check_length(self.tokens, config.training.seq_len)
         if config.validation.patience and self.data.validation is None:
             raise StagelineError(
-                f"validation.patience is {config.validation.patience}, but nothing is validated on: a stream has no "
-                "validation samples; use a validation.dataset_path, or set the patience to 0"
+                f"validation.patience is {config.validation.patience}, but there is no validation data: a stream has "
+                "no validation samples; use a validation.dataset_path, or set the patience to 0"
             )
 
     def _make_task(self) -> Task:
@@ -219,14 +212,23 @@ class Setup:
             )
 
     def _choose_schedule(self) -> None:
-        """Choose the stages and the schedule on rank 0: those of an earlier start, or by a profile."""
-        text = decide_together(self.host, self._load_choice)
+        """Choose the stages and the schedule: those of an earlier attempt or start, or on rank 0 by a profile."""
+        text = self._choice_of_survivors() if number_of() else ""
+        text = text or decide_together(self.host, self._load_choice)
         if not text:
             if self.layout.device.type == "cpu":
-                self.alone = decide_together(self.host, self._measure_alone)
-            text = decide_together(self.host, self._choose)
-            self.__dict__.pop("_whole_model", None)
+                self.alone = decide_together(self.host, lambda: self._measurement.seconds_alone())
+            transfer = transfer_costs(self.host, self.layout)
+            text = decide_together(self.host, lambda: self._choose(transfer))
+            self.__dict__.pop("_measurement", None)
         self.choice = parse_plan(text, "the plan of rank 0")
+        if self.layout.main and not (self.folder.path / PLAN).exists():  # rank 0 is new, on another host
+            save_choice(self.choice, self.folder.path, self._choice_request)
+
+    @cached_property
+    def _measurement(self) -> JobMeasurement:
+        """The whole model, on rank 0 alone, until the schedule is chosen."""
+        return JobMeasurement(self.config, self.layout, self.batches, self.task, self.data, self._microbatch)
 
     @cached_property
     def _choice_request(self) -> dict[str, Any]:
@@ -243,6 +245,16 @@ class Setup:
                 request["file"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
         return request
 
+    def _choice_of_survivors(self) -> str:
+        """Return the plan of a process that survived a loss; rank 0 may be a new one, on a host without the folder."""
+        holders = np.zeros(self.layout.processes)
+        holders[self.layout.rank] = float(hasattr(self, "choice"))
+        holders = self.host.all_reduce(holders)
+        owner = int(np.argmax(holders))
+        if not holders[owner]:
+            return ""
+        return self.host.broadcast_to_all(self.choice.to_text() if self.layout.rank == owner else "", owner)
+
     def _load_choice(self) -> str:
         """Return the plan of an earlier start as text; empty if there is none."""
         choice = getattr(self, "choice", None)
@@ -250,21 +262,23 @@ class Setup:
             choice = load_choice(self.folder.path, self._choice_request)
         return "" if choice is None else choice.to_text()
 
-    def _choose(self) -> str:
+    def _choose(self, transfer: TransferCosts) -> str:
         """Return a new plan as text."""
         path = self.folder.path
-        measured, memory = self._profile()
+        measurement = self._measurement
+        measured = measurement.profile()
         choice, note = choose_schedule(
             measured,
             self.config,
             self.layout.ranks,
             self.batches.microbatches,
-            memory,
+            measurement.memory,
             self._plan_mesh,
             core_shares(self.layout, measured.threads, measured.speeds),
-            self._stage_overhead(),
+            measurement.stage_overhead(),
+            transfer,
         )
-        self.notes += [note] if note else []
+        self.notes += [text for text in (measurement.note, note) if text]
         measured.write(path / PROFILE)
         save_choice(choice, path, self._choice_request)
         return choice.to_text()
@@ -277,92 +291,6 @@ class Setup:
             return None
         replicas = {"dp_replicate": layout.replicas // layout.shards} if shards_optimizer else {}
         return {"pp": layout.ranks, **replicas, "dp_shard": layout.shards, "tp": layout.tensors}
-
-    def _profile(self) -> tuple[Profile, float | None]:
-        """Measure the units of the model, in call order, on a microbatch; return the memory of a rank, too."""
-        model, (example, targets) = self._whole_model
-        is_language_model = isinstance(self.data.train, Tokens) and self.task.predicts_tokens
-        if is_language_model and looks_ahead(model, example, vocab_size=self.data.vocab_size):
-            self.notes.append(
-                f"{self.task.name} sees the tokens that it is to predict: its output at a position changes with the "
-                "tokens after it; use a causal model, or samples of your own"
-            )
-        measured = self._measure(model, example, targets)
-        memory = device_memory(model)
-        sharing = self.layout.ranks if self.layout.processes == 1 else 1  # ranks that are threads share a GPU
-        named = by_calls(measured, [unit.name for unit in split(model, 1, example=example).units])
-        return named, None if memory is None else memory / sharing
-
-    @cached_property
-    def _whole_model(self) -> tuple[nn.Module, tuple[Any, Any]]:
-        """The whole model, to be measured, with inputs and targets of a microbatch."""
-        device = self.layout.device
-        model = build(self.task.make, seed=self.config.training.seed, device=device, otherwise="construct")
-        move = lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf  # noqa: E731
-        return model, pytree.tree_map(move, self._microbatch)
-
-    def _measure_alone(self) -> float | None:
-        """Return the seconds in which one process with all cores loops over the microbatches of a step, on the CPU.
-
-        The optimizer is not included. None if that cannot be measured; on a busy machine, several threads that wait
-        for each other may take longer than one.
-        """
-        threads = torch.get_num_threads()
-        with suppress(Exception):  # the first step reports what fails
-            model, (example, targets) = self._whole_model
-            loss_fn = None if self.task.user_loss or ":" in self.task.loss_name else self.task.loss.function
-            seconds = []
-            try:
-                for count in (cores(), 1):
-                    torch.set_num_threads(count)
-                    with autocast(self.layout.device, self.config.training.mixed_precision_param):
-                        seconds.append(time_alone(model, example, loss_fn, targets))
-                if seconds[0] <= seconds[1] < math.inf:
-                    return seconds[0] * self.batches.per_step / self.batches.microbatch
-            finally:
-                torch.set_num_threads(threads)
-                model.zero_grad()
-        return None
-
-    def _stage_overhead(self) -> float:
-        """Return the seconds by which each of two stages takes longer than its part of a whole forward, on the CPU."""
-        model, (example, _) = self._whole_model
-        if self.layout.device.type != "cpu":
-            return 0.0
-        with suppress(Exception), torch.no_grad():  # the first step reports what fails
-            whole, halves = (split(model, count, example=example).parts() for count in (1, 2))
-            taken = []
-            for parts in (whole, halves) * OVERHEAD_REPEATS:
-                start, value = time.perf_counter(), example
-                for part in parts:
-                    value = part(value)
-                taken.append(time.perf_counter() - start)
-            return max(0.0, min(taken[3::2]) - min(taken[2::2])) / 2
-        return 0.0
-
-    @property
-    def _neighbours(self) -> int:
-        """The ranks that compute beside another one on the cores of this machine."""
-        if self.layout.device.type != "cpu":
-            return 0
-        at_once = min(ranks_here(self.layout), cores() // torch.get_num_threads())
-        return max(0, min(at_once - 1, MAX_NEIGHBOURS))
-
-    def _measure(self, model: nn.Module, example: Any, targets: Any) -> Profile:
-        """Profile a model in the precision of a step, with the loss, unless it is the user's: it may count calls."""
-        with autocast(self.layout.device, self.config.training.mixed_precision_param):
-            launcher = "threads" if self.layout.processes == 1 else "processes"
-            options: Any = {"compile": self._compile, "repeats": 3, "warmup": 1}
-            options |= {"neighbours": self._neighbours, "launcher": launcher}
-            if self.task.user_loss is None and ":" not in self.task.loss_name:
-                with suppress(StagelineError):  # the first step reports why a loss fails
-                    return profile(model, example, loss_fn=self.task.loss.function, targets=targets, **options)
-            return profile(model, example, **options)
-
-    @property
-    def _compile(self) -> Compile:
-        """The `compile` option of the pipeline."""
-        return {"backend": self.config.compile.backend} if self.config.compile.enable else False
 
     def _build_pipeline(self) -> None:
         """Build the pipeline; initial weights depend only on the seed and on names."""
@@ -387,7 +315,7 @@ class Setup:
             bucket_mb=config.parallelism.bucket_mb,
             shard_optimizer=config.parallelism.shard_optimizer,
             device=layout.device,
-            compile=self._compile,
+            compile=compile_option(config),
             cuda_graphs=config.compile.cuda_graphs,
             replan=config.parallelism.replan,
             replan_every=config.parallelism.replan_freq,
@@ -424,94 +352,3 @@ def split_model(
         reason = str(error)
     model = build(task.make, seed=seed, device=device, otherwise="construct")
     return split(model, stages, layers_per_stage=counts, example=example), reason
-
-
-OVERHEAD_REPEATS = 6
-TIME_LIMIT = 1.0
-"""Seconds that the search may take, because a job should start soon."""
-MICROBATCH_SIZE = "--parallelism.pipeline_parallel_microbatch_size"
-OPTIMIZER_STATE_BYTES = {"AdamW": 8.0, "Adam": 8.0, "SGD": 4.0, "Adafactor": 1.0, "Muon": 4.0}
-"""Approximate bytes of optimizer state for each parameter."""
-
-
-def save_choice(choice: Plan, folder: Path, request: dict[str, Any]) -> None:
-    """Save a choice with its request, so that a resumed run makes the same one."""
-    choice.write(folder / PLAN)
-    write_text(folder / CHOICE, json.dumps({"asked": request}, indent=1) + "\n")
-
-
-def load_choice(folder: Path, request: dict[str, Any]) -> Plan | None:
-    """Return the choice of an earlier start for the same request; None if there is none."""
-    try:
-        if json.loads((folder / CHOICE).read_text(encoding="utf-8"))["asked"] != request:
-            return None
-        return read_plan(folder / PLAN)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def choose_schedule(
-    profile: Profile,
-    config: Config,
-    ranks: int,
-    microbatches: int,
-    memory: float | None = None,
-    mesh: Mapping[str, int] | None = None,
-    shares: Sequence[Share] = (),
-    overhead: float = 0.0,
-) -> tuple[Plan, str]:
-    """Return the fastest schedule that the configuration allows, with its best split; and a note, or an empty string.
-
-    >>> import torch
-    >>> from stageline.model.profiler import profile
-    >>> layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
-    >>> choice, _ = choose_schedule(profile(layers, torch.ones(32, 64), repeats=1), Config(), ranks=2, microbatches=4)
-    >>> len(choice.alternatives) > 5, sum(choice.layers_per_stage)
-    (True, 8)
-    """
-    options = config.parallelism
-    fixed = fixed_schedule(options, ranks, microbatches)
-    half = config.training.dtype == "bfloat16"
-    request: dict[str, Any] = {
-        "profile": profile,
-        "ranks": ranks if mesh is None else None,
-        "mesh": mesh,
-        "cores": list(shares),
-        "overhead": overhead,
-        "shard_optimizer": options.shard_optimizer,
-        "microbatches": microbatches,
-        "schedule": "auto" if fixed is None else fixed,
-        "chunks": options.pipeline_parallel_chunks or None if fixed is None else None,
-        "split": options.pipeline_parallel_split,
-        "recompute": "stage" if config.activation_checkpoint.mode == "full" else "none",
-        "parameter_bytes": 2.0 if half else 4.0,
-        # A bfloat16 parameter has a float32 master weight.
-        "optimizer_bytes_per_parameter": OPTIMIZER_STATE_BYTES.get(config.optimizer.name, 8.0) + (4.0 if half else 0.0),
-        "cuda_graphs": config.compile.cuda_graphs,
-        "time_limit": TIME_LIMIT,
-    }
-    try:
-        return plan(memory=memory, **request), ""
-    except NothingFits as error:  # an estimate, so the job may still try
-        return plan(**request), in_config_words(str(error))
-
-
-def in_config_words(text: str) -> str:
-    """Return the advice of `sl.plan`, or of a step that ran out of memory, as flags of a job.
-
-    >>> in_config_words("what would fit: recompute='auto' brings it to 3 GiB; ranks=8 brings it to 1 GiB")
-    'what would fit: --activation_checkpoint.mode full brings it to 3 GiB; --parallelism.pipeline_parallel_degree 8
-    brings it to 1 GiB'
-    """
-    text = text.replace(f"; {PLAN_ADVICE}", "")  # a job plans for the memory of its GPUs
-    text = re.sub(r"microbatches=\d+ instead of \d+, of half the size", f"half of {MICROBATCH_SIZE}", text)
-    text = text.replace("recompute='auto'", "recompute=full").replace("recompute='stage'", "recompute=full")
-    return in_flags(
-        text,
-        {
-            "ranks": "--parallelism.pipeline_parallel_degree",
-            "schedule": "--parallelism.pipeline_parallel_schedule",
-            "recompute": "--activation_checkpoint.mode",
-            "memory": "a rank with",
-        },
-    )

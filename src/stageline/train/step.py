@@ -1,4 +1,4 @@
-"""Training steps and validation: batches through the pipeline, the optimizer, autocast and the loss scale."""
+"""Training steps: batches through the pipeline, the optimizer, autocast and the loss scale."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from numpy.typing import NDArray
 
 from stageline.common.errors import StagelineError
 from stageline.runtime.continuous.run import ContinuousRun
 from stageline.runtime.optimizer_step import GradientRules, not_finite_text, step_optimizer
 from stageline.runtime.pipeline import Pipeline
 from stageline.runtime.step_report import StepStats
-from stageline.train.data import Batch, Loader
+from stageline.train.data import Batch
 from stageline.train.optimizers import Optimizer
 from stageline.train.task import Task, count_targets, evaluating
-from stageline.train.validation_metrics import MetricsOfValidation
+
+if TYPE_CHECKING:
+    from stageline.train.validation import MetricsOfValidation
 
 
 @dataclass(frozen=True)
@@ -225,69 +226,3 @@ class LossScale:
         if self.enabled:
             self.value, self._finite_steps = float(state["value"]), int(state["good"])
             self._skipped = int(state.get("skipped", 0))
-
-
-def validation_batches(available: int | None, wanted: int, local: int, replicas: int) -> list[tuple[int, int]]:
-    """Return the first sample and the size of each batch, of which every replica takes up to `local` samples.
-
-    `available` is None for a stream of unknown length. A last batch with fewer samples than replicas is left out.
-    """
-    samples, size = wanted if available is None else min(available, wanted), local * replicas
-    batches = [(first, min(size, samples - first)) for first in range(0, samples, size)]
-    return [(first, count) for first, count in batches if count >= replicas]
-
-
-class Validation:
-    """Evaluates on the same samples every time; all processes make the same calls."""
-
-    def __init__(self, loader: Loader, *, wanted: int, local: int, replica: int, replicas: int) -> None:
-        """Evaluate on `wanted` samples, or on all if there are fewer."""
-        self._loader, self._replica, self._replicas = loader, replica, replicas
-        available = loader.source.length
-        self._batches = validation_batches(available, wanted, local, replicas)
-        self.samples = sum(count for _, count in self._batches)
-        """The number of samples, over all replicas."""
-        self.metrics: dict[str, float] = {}
-        """The user's metrics of the last evaluation."""
-        if not self.samples:
-            raise StagelineError(
-                f"{loader.source.name} holds {available} to validate on, and each of {replicas} replicas takes one at "
-                "least; raise validation.fraction, use a validation.dataset_path, or set validation.enable to false"
-            )
-
-    def bytes_per_target(self, num_bytes: Callable[[NDArray[Any]], int]) -> float | None:
-        """Return the mean number of bytes of a target; None if some do not count, or targets are not tokens."""
-        total = count = 0
-        for first, samples in self._batches:
-            _, targets = self._loader.samples(first, samples)
-            if not isinstance(targets, torch.Tensor) or targets.is_floating_point() or bool((targets < 0).any()):
-                return None
-            total, count = total + num_bytes(targets.numpy()), count + targets.numel()
-        return total / count if total else None
-
-    def loss(
-        self,
-        step: TrainingStep,
-        interrupted: Callable[[], bool] = lambda: False,
-        metrics: MetricsOfValidation | None = None,
-    ) -> float | None:
-        """Return the loss over all samples, weighted by their targets where some do not count; and set `metrics`.
-
-        `interrupted` is called before every batch, and returns the same value on all processes: True ends the
-        evaluation, which then returns None.
-        """
-        total = weight = 0.0
-        for first, count in self._batches:
-            if interrupted():
-                return None
-            start, stop = (count * replica // self._replicas for replica in (self._replica, self._replica + 1))
-            loss, batch_weight = step.evaluate(*self._loader.samples(first + start, stop - start), metrics)
-            batch_weight = float(count) if batch_weight is None else batch_weight
-            total, weight = total + loss * batch_weight, weight + batch_weight
-        if not weight > 0:
-            raise StagelineError(
-                f"none of the {self.samples} validation samples has a target that counts: all are ignored, or have "
-                "weight 0"
-            )
-        self.metrics = {} if metrics is None else metrics.result()
-        return total / weight

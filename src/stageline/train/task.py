@@ -125,11 +125,13 @@ def _gpt(config: Config, vocab_size: int) -> Callable[[], GPT]:
     if not size:
         raise StagelineError("the vocabulary size of the data is unknown: set model.vocab_size")
     if size < vocab_size:
-        raise StagelineError(f"model.vocab_size is {size}, but the data has {vocab_size} words; use that many, or 0")
+        raise StagelineError(
+            f"model.vocab_size is {size}, but the vocabulary of the data has {vocab_size} tokens; use that number, or 0"
+        )
     weights = config.training.loss_weights
     if weights and len(weights) != size:
         raise StagelineError(
-            f"training.loss_weights has {len(weights)} numbers, but the model has {size} words; use one for each"
+            f"training.loss_weights has {len(weights)} numbers, but the vocabulary has {size} tokens; use one for each"
         )
     return lambda: GPT(
         size, config.training.seq_len, model.dim, model.n_layers, model.n_heads, model.dropout, model.tie_embeddings
@@ -140,8 +142,8 @@ def _huggingface(path: Path, vocab_size: int) -> tuple[HuggingFaceConfig, dict[s
     config = read_config(path)
     if config.vocab_size is not None and config.vocab_size < vocab_size:
         raise StagelineError(
-            f"{path} has a vocab_size of {config.vocab_size}, but the data has {vocab_size} words; set "
-            "model.tokenizer_path to the tokenizer of that model, or raise its vocab_size"
+            f"{path} has a vocab_size of {config.vocab_size}, but the vocabulary of the data has {vocab_size} "
+            "tokens; set model.tokenizer_path to the tokenizer of that model, or raise its vocab_size"
         )
     files = [file for file in sorted(path.parent.glob("*.json")) if file.name.startswith(("token", "special_"))]
     return config, {"config.json": config.text, **{file.name: file.read_bytes() for file in files}}

@@ -7,9 +7,10 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import nn
@@ -35,17 +36,18 @@ from stageline.train.checkpoint_state import (
 from stageline.train.config.config import Config
 from stageline.train.config.io import read_config
 from stageline.train.config.rules import validate
-from stageline.train.data import BytePairs, Bytes, Data, Loader, Prefetch, Tokens
+from stageline.train.data import Data, Prefetch
 from stageline.train.events import Logs, read_metrics
 from stageline.train.layout import batch_sizes, find_job_layout, process_settings
 from stageline.train.optimizers import Optimizer, outer_parameters, rate
 from stageline.train.output import Output, memory_in_use
 from stageline.train.recovery import JobRecovery, RankReturns, config_for, full_layout
 from stageline.train.run_folder import FLIGHT, METRICS, RunFolder
+from stageline.train.schedule_choice import in_config_words
 from stageline.train.screen import put
-from stageline.train.setup import Setup, in_config_words
-from stageline.train.step import LossScale, StepResult, TrainingStep, Validation
-from stageline.train.validation_metrics import ComputeMetrics, MetricsOfValidation
+from stageline.train.setup import Setup
+from stageline.train.step import LossScale, StepResult, TrainingStep
+from stageline.train.validation import ComputeMetrics, MetricsOfValidation, Validation
 
 CONTINUOUS_STEPS = 8
 """Continuous steps between two checks for signals and the time limit."""
@@ -64,6 +66,24 @@ class Result:
     validation_loss: float | None
     folder: Path
     """The folder of the run: metrics, timelines, checkpoints, report."""
+
+
+class Vote(NamedTuple):
+    """What a process tells the others after a step, as numbers; all act on the largest ones."""
+
+    signal: Any
+    """That it received; 0 for none."""
+    timed_out: Any
+    save_failed: Any
+    interval: Any
+    """Steps between two copies of its state in host memory, as it wants them."""
+    rank_returns: Any
+    """Whether a rank that was lost is back."""
+    pending: Any
+    """Whether its last state is not on another host yet."""
+    stop_requested: Any
+    memory: Any
+    """Bytes in use on its device."""
 
 
 class Trainer:
@@ -158,7 +178,8 @@ class Trainer:
                     if isinstance(error, Exception) and self._recovers(error):
                         continue
                     if self._training:
-                        self.logs.event("end", step=self.step, why=f"failed: {type(error).__name__}: {error}")
+                        with suppress(StagelineError):  # a disk that is full says so once
+                            self.logs.event("end", step=self.step, why=f"failed: {type(error).__name__}: {error}")
                     self.logs.close()
                     raise
                 finally:
@@ -248,35 +269,15 @@ class Trainer:
             checkpoint.close()
         source = "memory" if in_memory is not None else "a checkpoint" if checkpoint is not None else "the start"
         self._restored = self.progress.step, source
-        self.validation = self._make_validation()
-        self._bytes_per_target = self._find_bytes_per_target()
+        self.validation = Validation.of(setup)
+        validation = self.validation
+        self._bytes_per_target = None if validation is None else validation.bytes_per_target(setup.data, setup.task)
         return checkpoint is not None or recovers
 
     def _sum_over_replicas(self, value: float) -> float:
         if self.layout.replicas == 1:
             return value
         return float(self.host.all_reduce(np.array([value if self.layout.first else 0.0]))[0])
-
-    def _make_validation(self) -> Validation | None:
-        config, setup = self.config, self.setup
-        if setup.data.validation is None or not config.validation.enable:
-            return None
-        return Validation(
-            Loader(setup.data.validation, batch=setup.batches.per_step, shuffle=False),
-            wanted=config.validation.steps * setup.batches.per_step,
-            local=setup.batches.local,
-            replica=self.layout.replica,
-            replicas=self.layout.replicas,
-        )
-
-    def _find_bytes_per_target(self) -> float | None:
-        """Return the mean bytes of a validation target, if the loss is that of tokens that stand for bytes."""
-        tokenizer, task = self.setup.data.tokenizer, self.setup.task
-        if not isinstance(self.setup.data.validation, Tokens) or not isinstance(tokenizer, Bytes | BytePairs):
-            return None
-        if self.validation is None or task.loss_name != "cross_entropy" or task.user_loss is not None:
-            return None
-        return self.validation.bytes_per_target(tokenizer.num_bytes)
 
     def _is_complete(self) -> bool:
         """Whether an earlier start completed the run: it was not killed after the last step."""
@@ -469,32 +470,29 @@ class Trainer:
 
     def _agree_to_stop(self) -> str:
         """Return why to stop: a signal to any process, or the time limit; all processes get the same answer."""
+        layout, recovery = self.layout, self.recovery
         limit = self.config.training.time_limit * 60
-        timed_out = self.layout.main and limit > 0 and time.monotonic() - self._started > limit
-        is_smaller = self.layout.processes < self._full_layout.processes
-        returns = self.layout.main and is_smaller and self.recovery.has_place()
-        recovery = self.recovery
-        row = (
-            self._stop.number,
-            timed_out,
-            self.checkpoints.failed,
-            recovery.wanted_interval,
-            returns,
-            recovery.pending,
-            self._stop_requested,
-            memory_in_use(self.layout.device),
+        is_smaller = layout.processes < self._full_layout.processes
+        own = Vote(
+            signal=self._stop.number,
+            timed_out=layout.main and limit > 0 and time.monotonic() - self._started > limit,
+            save_failed=self.checkpoints.failed,
+            interval=recovery.wanted_interval,
+            rank_returns=layout.main and is_smaller and recovery.has_place(),
+            pending=recovery.pending,
+            stop_requested=self._stop_requested,
+            memory=memory_in_use(layout.device),
         )
-        flags = np.zeros((self.layout.processes, len(row)))
-        flags[self.layout.rank] = row
-        if self.layout.processes > 1:
-            flags = self.host.all_reduce(flags.reshape(-1)).reshape(-1, len(row))
-        if flags[:, 2].any():
-            self.checkpoints.fail(int(flags[:, 2].argmax()))
-        number, any_timed_out, _, interval, any_returns, pending, any_requested, _ = flags.max(axis=0)
-        if self.layout.processes > 1:
-            self.output.memory = tuple(int(size) for size in flags[:, -1] if size)
-        recovery.agree_on_interval(interval, pending=bool(pending))
-        self._rank_returns = bool(any_returns)
-        if number:
-            return f"stopped by {signal.Signals(int(number)).name}"
-        return "time limit" if any_timed_out else "stopped by a callback" if any_requested else ""
+        votes = np.zeros((layout.processes, len(own)))
+        votes[layout.rank] = own
+        if layout.processes > 1:
+            votes = self.host.all_reduce(votes.reshape(-1)).reshape(-1, len(own))
+            self.output.memory = tuple(int(size) for size in Vote(*votes.T).memory if size)
+        most = Vote(*votes.max(axis=0))
+        if most.save_failed:
+            self.checkpoints.fail(int(Vote(*votes.T).save_failed.argmax()))
+        recovery.agree_on_interval(most.interval, pending=bool(most.pending))
+        self._rank_returns = bool(most.rank_returns)
+        if most.signal:
+            return f"stopped by {signal.Signals(int(most.signal)).name}"
+        return "time limit" if most.timed_out else "stopped by a callback" if most.stop_requested else ""

@@ -5,6 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place."""
+    return tensor._version
 
 
 def default_store() -> Any:

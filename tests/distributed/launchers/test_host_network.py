@@ -28,7 +28,7 @@ from stageline.distributed.state_memory import (
     host_memory,
     list_states,
 )
-from support.ports import free_port
+from support.ports import free_port, free_ports
 
 pytestmark = pytest.mark.timeout(60)
 SECRET = "a secret of sufficient length"
@@ -53,10 +53,16 @@ class Fleet:
         self.port, self._stack = free_port(), ExitStack()
 
     def start(
-        self, number: int, count: int = 3, secret: str = SECRET, timeout: float = 20.0, recovery: str = ""
+        self,
+        number: int,
+        count: int = 3,
+        secret: str = SECRET,
+        timeout: float = 20.0,
+        recovery: str = "",
+        spares: int | None = None,
     ) -> HostNetwork:
         place = HostPlace(count, number, "127.0.0.1", self.port, timeout)
-        facts = {"ranks": 1, "spares": number, "store": 1000 + number}
+        facts = {"ranks": 1, "spares": number if spares is None else spares, "store": 1000 + number}
         return self._stack.enter_context(HostNetwork(place, secret, facts, recovery))
 
     def close(self) -> None:
@@ -88,6 +94,42 @@ def test_the_next_host_leads_when_the_first_is_lost_and_a_minority_stops(fleet: 
     assert networks[2].cut_off == (
         "host 1 (127.0.0.1) cannot be reached from host 2, and a job continues only where most hosts are"
     )
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_launcher_that_is_started_again_comes_back_when_the_one_that_leads_lets_it(fleet: Fleet, lost: int) -> None:
+    networks = [fleet.start(number) for number in range(3)]
+    meet(networks)
+    first = networks[lost]
+    first.close()
+    others = [network for network in networks if network is not first]
+    until(lambda: all(lost in network.lost for network in others))
+    leader = others[0]
+    networks[lost] = back = fleet.start(lost)
+    until(lambda: any(lost in network.returning for network in others))
+    assert not back.table, "nobody has let it in"
+    (entry,) = {network.returning[lost] for network in others if network.returning}
+    table = {**leader.table, lost: entry._replace(since=1)}
+    for network in others:
+        network.tell({"order": {"table": table, "members": [network.number for network in others]}})
+        network.readmit(table)
+    back.meet(20)
+    assert back.order is not None
+    until(lambda: all(not network.lost and lost in network._links for network in others))
+    assert {network.leader for network in networks} == {leader.number}, "the one that came back does not lead"
+    assert [network.table == table for network in networks] == [True] * 3
+    others[1].close()
+    until(lambda: leader.lost and back.lost)
+    assert {leader.leader, back.leader} == {leader.number}
+
+
+def test_a_launcher_that_comes_back_with_other_options_is_refused(fleet: Fleet) -> None:
+    networks = [fleet.start(number, 2) for number in range(2)]
+    meet(networks)
+    networks[1].close()
+    until(lambda: networks[0].lost)
+    with pytest.raises(StagelineError, match="it came back with other options; it had -n 1 --spares 1"):
+        fleet.start(1, 2, spares=4).meet(20)
 
 
 def test_of_two_hosts_the_first_continues(fleet: Fleet) -> None:
@@ -134,11 +176,14 @@ def test_a_host_that_does_not_start_is_named(fleet: Fleet, monkeypatch: pytest.M
     ("words", "error"),
     [
         (["--nnodes", "2"], "several hosts need --master-addr"),
-        (["--nnodes", "2", "--node-rank", "2", "--master-addr", "10.0.0.1"], "--node-rank is from 0 to 1"),
+        (["--nnodes", "2", "--node-rank", "2", "--master-addr", "10.0.0.1"], "--node-rank must be from 0 to 1"),
         (["--node-rank", "1"], "set --nnodes to their number"),
         (["--logs", "script.py"], "--logs is script.py, which is a file"),
         (["-n", "0"], "-n 0 is for a host of several"),
-        (["--nnodes", "2", "--master-addr", "10.0.0.1", "--launcher", "ray"], "--nnodes is for the launcher processes"),
+        (
+            ["--nnodes", "2", "--master-addr", "10.0.0.1", "--launcher", "ray"],
+            "--nnodes works only with the launcher processes",
+        ),
         (["--nnodes", "2", "--master-addr", "10.0.0.1"], "need a secret to trust each other: set STAGELINE_SECRET"),
     ],
 )
@@ -227,7 +272,9 @@ def command(tmp_path: Path) -> Iterator[Callable[[str], list[subprocess.Popen[st
     environment = {**os.environ, "STAGELINE_SECRET": SECRET, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
     def start(word: str) -> list[subprocess.Popen[str]]:
-        words = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "-n", "1"]
+        first = free_ports(12)
+        environment["STAGELINE_PORTS"] = f"{first}-{first + 11}"  # of both hosts, as they are one machine
+        words = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(first), "-n", "1"]
         for number in range(2):
             own = ["--node-rank", str(number), "--spares", str(1 - number), "--max-restarts", "1", "--on-loss", "spare"]
             launch = [sys.executable, "-m", "stageline", "launch", *words, *own, str(tmp_path / "script.py"), word]

@@ -13,7 +13,7 @@ import pytest
 
 import stageline
 from stageline.cli.train import as_settings
-from stageline.common.ports import check_ports, port_range
+from stageline.common.machine import check_ports, port_range
 from stageline.distributed.launchers.slurm import host_names
 from stageline.train.config.config import Config
 

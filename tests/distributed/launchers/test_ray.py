@@ -75,7 +75,7 @@ class TestCluster:
         assert "\n" not in str(caught.value)
 
     def test_too_many_ranks_are_refused(self, cluster: Any) -> None:
-        with pytest.raises(sl.StagelineError, match=r"^5 ranks need 1 CPU each, and the Ray cluster has 4 such slots"):
+        with pytest.raises(sl.StagelineError, match=r"^5 ranks need 1 CPU each, but the Ray cluster has 4 such slots"):
             sl.launch(os.getpid, processes=5, launcher="ray")
         from stageline.distributed.launchers.ray import RayLauncher
 

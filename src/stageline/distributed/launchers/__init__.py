@@ -1,7 +1,7 @@
 """Starting ranks: a launcher places the ranks of a job, sets their environment, and brings back how they ended.
 
-One file a launcher; a launcher knows no pipeline. `slurm` and torchrun start the processes themselves: there, a rank
-only reads its place from the environment.
+One file a launcher; a launcher knows no pipeline. SLURM and torchrun start the processes themselves: there, a rank
+only reads its place from the environment, under SLURM with `slurm`.
 
 Read in order: `launcher` (the protocol, and `sl.launch`), `processes`, `replacements` (of lost ranks),
 `fork_server`; for several hosts `hosts` (their launchers) and `host_ranks`; `threads`, `ray`, `slurm`.

@@ -13,6 +13,7 @@ import os
 import pickle
 import select
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -32,6 +33,8 @@ from stageline.common import interrupts
 from stageline.common.errors import StagelineError
 from stageline.common.files import atomic_file
 
+START = 300.0
+"""Seconds in which the server must start a process; a busy machine imports torch for minutes."""
 PR_SET_PDEATHSIG = 1
 """The operation of Linux' prctl that sets which signal a process gets when its parent ends."""
 PRELOADED = ("stageline.runtime.pipeline", "torch._dynamo")
@@ -120,6 +123,10 @@ class ForkServer:
         if modules:
             self._socket.sendall(json.dumps({"import": list(modules)}).encode() + b"\n")
 
+    def remove_at_end(self, folder: Path) -> None:
+        """Let the server remove a folder when it ends, which it does when this process is killed."""
+        self._socket.sendall(json.dumps({"remove": str(folder)}).encode() + b"\n")
+
     def call(
         self,
         function: Callable[..., Any],
@@ -154,12 +161,15 @@ class ForkServer:
         with suppress(BrokenPipeError):
             sent = socket.send_fds(self._socket, [line], [1, 2])
             self._socket.sendall(line[sent:])
-        end = time.monotonic() + 60
+        end = time.monotonic() + START
         while not self._started:
             if self.ended:
                 raise StagelineError(f"{self.ended}: start the job again")
             if time.monotonic() > end:
-                raise TimeoutError("the fork server did not start a process within 60 s")
+                raise StagelineError(
+                    f"the process that starts the ranks did not finish its imports within {START:g} s: start the job "
+                    "again when this machine is less busy"
+                )
             self.read_events(0.1)
         return self._started.pop(0)  # it may have ended already
 
@@ -270,6 +280,7 @@ def main(descriptor: int) -> None:
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(writer.fileno())
     running: set[int] = set()
+    folders: set[str] = set()
     modules: dict[str, Any] = {}
     buffer, outputs = b"", [0, 0]
     with selectors.DefaultSelector() as selector:
@@ -295,6 +306,9 @@ def main(descriptor: int) -> None:
                 if "import" in order:
                     _preload(order["import"])
                     continue
+                if "remove" in order:
+                    folders.add(order["remove"])
+                    continue
                 work = _fork(order, running, modules, orders, outputs)
                 if work is not None:
                     selector.close()
@@ -306,6 +320,8 @@ def main(descriptor: int) -> None:
         os.kill(pid, signal.SIGKILL)
     for pid in running:
         os.waitpid(pid, 0)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)  # without tearing the interpreter down, which takes long with torch
 
 

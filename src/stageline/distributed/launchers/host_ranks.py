@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import signal
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,15 +15,13 @@ from typing import Any
 import torch
 
 from stageline.common import interrupts
-from stageline.common.addresses import is_loopback
 from stageline.common.errors import PipelineError, StagelineError
-from stageline.common.machine import cores
-from stageline.common.ports import port_range
+from stageline.common.machine import cores, is_loopback, port_range
 from stageline.common.trust import job_secret
 from stageline.distributed._torch_private import TCPStore
 from stageline.distributed.attempts import LAUNCHER, MEMORY, NUMBER, SEAT, Announcements, Attempt
 from stageline.distributed.launchers.fork_server import ForkServer, shared_server
-from stageline.distributed.launchers.hosts import HostEntry, HostNetwork, HostPlace, listen_anywhere
+from stageline.distributed.launchers.hosts import HostEntry, HostNetwork, HostPlace, listen_anywhere, read_table
 from stageline.distributed.launchers.launcher import Job, Outcome, first_failure
 from stageline.distributed.launchers.processes import PATIENCE, Ranks, job_folder
 from stageline.distributed.launchers.replacements import Replacements, follows, is_loss
@@ -57,7 +56,7 @@ class HostLauncher:
             self._logs.mkdir(parents=True, exist_ok=True)
         server = shared_server()
         server.preload(job.modules)
-        listener = listen_anywhere()
+        listener = listen_anywhere(besides=self._place.port)  # of host 0, which may be in the range
         port, timeout = listener.getsockname()[1], datetime.timedelta(seconds=300)
         store = TCPStore(
             "127.0.0.1", port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
@@ -65,7 +64,7 @@ class HostLauncher:
         policy = f"--max-restarts {job.recovery.max_restarts} --on-loss {','.join(job.recovery.on_loss)}"
         facts = {"ranks": job.processes, "spares": job.recovery.spares, "store": port}
         with (
-            job_folder() as folder,
+            job_folder(server) as folder,
             HostNetwork(self._place, secret, facts, policy) as network,
         ):
             network.meet()
@@ -142,8 +141,12 @@ class HostRanks(Ranks):
         """How often this host has started a process for a seat."""
         self._attempt = self._locate(Attempt(0, (), "", 0.0, {seat: seat for seat in self._seating.seats}))
         starts = dict.fromkeys(self._seating.seats, 1)
-        self._order: dict[str, Any] = {"serial": 0, "losses": 0, "stop": 0, "over": "", "result": None}
+        self._order: dict[str, Any] = {"serial": 0, "losses": 0, "stop": 0, "over": "", "result": None, "spares": {}}
         self._order |= {"starts": starts, "attempt": self._attempt.to_text(), "members": sorted(network.members)}
+        self._order["table"] = network.table
+        if network.order is not None:
+            self._order = _read_order(network.order)
+            self._attempt = Attempt.parse(self._order["attempt"])
         self._leads_since: float | None = None
         self._stop_at: float | None = None
         self._late_at = None if job.timeout is None else time.monotonic() + job.timeout
@@ -154,8 +157,9 @@ class HostRanks(Ranks):
         """Run the ranks of this host until the job has ended on all hosts."""
         if self._recovers:
             self._announcements.make(self._attempt)
+        if self._network.order is None:
+            self._start_spares(self._seating.spares)
         self._obey()
-        self._start_own_spares()
         while self._order["result"] is None:
             self._server.read_events(0.05)
             self._collect()
@@ -226,8 +230,8 @@ class HostRanks(Ranks):
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         return environment
 
-    def _start_own_spares(self) -> None:
-        for spare, (host, _) in self._seating.spares.items() if self._recovers else ():
+    def _start_spares(self, places: Mapping[int, tuple[int, int]]) -> None:
+        for spare, (host, _) in places.items() if self._recovers else ():
             if host == self._network.number:
                 self._spares[spare] = self._call(spare, self._environment(spare))
 
@@ -240,7 +244,11 @@ class HostRanks(Ranks):
             if attempt.number > self._announcements.newest():
                 self._announcements.make(attempt)
         self._attempt = attempt
+        self._network.readmit(self._order["table"])
         self._network.members = set(self._order["members"])
+        new = {spare: place for spare, place in self._order["spares"].items() if spare not in self._seating.spares}
+        self._seating.spares |= new
+        self._start_spares(new)
         takers = {seat: spare for spare, seat in attempt.spares.items()}
         for seat, count in self._order["starts"].items():
             host = attempt.places.get(seat, self._seating.seats[seat])[0]
@@ -291,6 +299,7 @@ class HostRanks(Ranks):
                 "attempt": number,
                 "leader": self._network.leader,
                 "parting": self._parting,
+                "returning": self._network.returning,
                 **announced,
             }
         )
@@ -306,7 +315,7 @@ class HostRanks(Ranks):
         for host, status in self._statuses().items():
             order = status["order"]
             if network.leader in (host, network.number) and order["serial"] > self._order["serial"]:
-                self._order = {**order, "starts": {int(seat): count for seat, count in order["starts"].items()}}
+                self._order = _read_order(order)
 
     def _statuses(self) -> dict[int, Mapping[str, Any]]:
         statuses = self._network.statuses
@@ -355,7 +364,37 @@ class HostRanks(Ranks):
             )
             self._stop_at = None
             return
+        self._readmit(statuses)
         self._finish(outcomes, running, now)
+
+    def _readmit(self, statuses: Mapping[int, Mapping[str, Any]]) -> None:
+        """Give launchers that were started again the places of hosts that were lost, if no rank is there.
+
+        Their seats that nobody took wait for the next attempt; their other processes are spare ones.
+        """
+        rules, table = self._replacements, dict(self._order["table"])
+        if rules is None or rules.given_up or self._order["stop"]:
+            return
+        for status in statuses.values():
+            for number, entry in read_table(status["returning"]).items():
+                if number not in self._network.lost or number in _hosts_of(self._attempt):
+                    continue
+                since = 1 + max(known.since for known in table.values())
+                table[number] = entry._replace(since=since)
+                seats = [seat for seat, place in self._places().items() if place[0] == number]
+                taken = {self._places()[seat][1] for seat in seats}
+                free = [slot for slot in range(entry.ranks + entry.spares) if slot not in taken]
+                first = 1 + max([*self._seating.seats, *self._seating.spares])
+                spares = {first + count: (number, slot) for count, slot in enumerate(free)}
+                others = {spare: place for spare, place in self._order["spares"].items() if place[0] != number}
+                self._change(table=table, spares={**others, **spares})
+                self._network.readmit(table)
+                sys.stderr.write(f"stageline: host {number} ({entry.address}) is back\n")
+                return
+
+    def _places(self) -> dict[int, tuple[int, int]]:
+        """The host of every seat, also of those that do not take part, and its number there."""
+        return {**self._seating.seats, **self._attempt.places}
 
     def _hear(self, status: Mapping[str, Any]) -> None:
         """Repeat what the ranks of another host announced, to the rules that decide."""
@@ -400,8 +439,7 @@ class HostRanks(Ranks):
             return None
         rules.spares = [spare for status in statuses.values() for spare in status["spares"]]
         lost = self._network.lost
-        places = {**self._seating.seats, **self._attempt.places}
-        rules.stranded = [seat for seat, (host, _) in places.items() if host in lost]
+        rules.stranded = [seat for seat, (host, _) in self._places().items() if host in lost]
         blamed = rules.blamed()
         if blamed in running and self._order.get("kill") != [rules.number, blamed]:
             self._change(kill=[rules.number, blamed])
@@ -410,8 +448,10 @@ class HostRanks(Ranks):
     def _leave_lost_store(self, rules: Replacements) -> Attempt | None:
         """An attempt with another store, if the ranks have not met at the one of a host that is lost."""
         stores = {(entry.address, entry.store): host for host, entry in self._network.table.items()}
-        host = stores[self._attempt.store]
-        return rules.regroup(f"host {host} was lost") if host in self._network.lost else None
+        host = stores.get(self._attempt.store)  # None if its launcher was started again
+        if host is not None and host not in self._network.lost:
+            return None
+        return rules.regroup("the host of their store was lost")
 
     def _finish(self, outcomes: Sequence[Outcome], running: set[int], now: float) -> None:
         """End the job on all hosts: after a failure, when it takes too long, or because all ranks have ended."""
@@ -437,6 +477,17 @@ class HostRanks(Ranks):
     def _change(self, **values: Any) -> None:
         if any(self._order.get(name) != value for name, value in values.items()):
             self._order = {**self._order, **values, "serial": self._order["serial"] + 1}
+
+
+def _read_order(order: Mapping[str, Any]) -> dict[str, Any]:
+    """An order as another host sent it; the keys of JSON are text."""
+    starts = {int(seat): count for seat, count in order["starts"].items()}
+    spares = {int(spare): tuple(place) for spare, place in order["spares"].items()}
+    return {**order, "starts": starts, "spares": spares, "table": read_table(order["table"])}
+
+
+def _hosts_of(attempt: Attempt) -> set[int]:
+    return {host for host, _ in attempt.places.values()}
 
 
 def _count(starts: Mapping[Any, int], seat: int) -> int:

@@ -6,19 +6,21 @@
             host 2
 
 A host is lost if its launcher ended, or was not heard for too long. A host that hears too few others is cut off, and
-stops before the others continue without it: so a job never runs twice.
+stops before the others continue without it: so a job never runs twice. A launcher that is started again on a lost host
+connects to host 0, or is found there by the others; it waits until the one that leads adds it to the table of hosts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import select
 import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -27,7 +29,7 @@ import torch
 from stageline.common.errors import StagelineError, TrustError
 from stageline.common.handshake import PATIENCE as HANDSHAKE
 from stageline.common.handshake import Facts, MessageSeal, Reception, Session, open_connection
-from stageline.common.ports import port_range
+from stageline.common.machine import port_range
 from stageline.distributed.state_memory import StateMemory
 
 BEAT = 0.2
@@ -59,12 +61,12 @@ class HostPlace:
     def __post_init__(self) -> None:
         if self.count < 1 or not 0 <= self.number < self.count:
             raise StagelineError(
-                f"--node-rank is from 0 to {max(self.count, 1) - 1} for --nnodes {self.count}; got {self.number}"
+                f"--node-rank must be from 0 to {max(self.count, 1) - 1} for --nnodes {self.count}; got {self.number}"
             )
         if not self.address:
             raise StagelineError("several hosts need --master-addr, an address of the host with --node-rank 0")
         if not 0 < self.port < 65536:
-            raise StagelineError(f"--master-port is a port from 1 to 65535; got {self.port}")
+            raise StagelineError(f"--master-port must be a port from 1 to 65535; got {self.port}")
 
 
 class HostEntry(NamedTuple):
@@ -77,6 +79,13 @@ class HostEntry(NamedTuple):
     spares: int
     store: int
     """The port of its store."""
+    id: str = ""
+    """A random number of its launcher."""
+    since: int = 0
+    """How many hosts had come back when it did; 0 if it was there from the start."""
+
+
+_NOBODY = HostEntry("", 0, 0, 0, 0)
 
 
 class _Link:
@@ -130,6 +139,10 @@ class HostNetwork:
         """The hosts that were lost, and how."""
         self.lost_at: dict[int, float] = {}
         """When, in seconds since the epoch."""
+        self.returning: dict[int, HostEntry] = {}
+        """Launchers that were started again on hosts that were lost."""
+        self.order: Mapping[str, Any] | None = None
+        """The last order of a job that this host came back to; None if it was there from the start."""
         self.refused = ""
         """Why other hosts do not talk to this one."""
         self.memory: StateMemory | None = None
@@ -140,9 +153,11 @@ class HostNetwork:
         """Since when a host that was connected is not."""
         self._changed, self._lock = threading.Event(), threading.RLock()
         self._closed = False
-        self._listener = listen_anywhere(place.port if place.number == 0 else 0)
+        self._is_late = False
+        """Whether a launcher that connected to this one belongs to a job that has started."""
+        self._listener = listen_anywhere(place.port if place.number == 0 else 0, besides=place.port)
         self._facts = {**facts, "launcher": place.number, "hosts": place.count, "port": self._listener.getsockname()[1]}
-        self._facts |= {"torch": torch.__version__, "recovery": recovery}
+        self._facts |= {"torch": torch.__version__, "recovery": recovery, "id": secrets.token_hex(8)}
         self._run(self._accept)
         self._run(self._beat)
         if place.number:
@@ -156,15 +171,17 @@ class HostNetwork:
     def meet(self, patience: float = START) -> None:
         """Wait until the launchers of all hosts are connected to this one."""
         end, note = time.monotonic() + patience, time.monotonic() + NOTE
-        others = self.members - {self.number}
-        while not (self.table and all(number in self._links for number in others)):
+        while True:
             self._read_table()
+            missing = sorted(set(self.present) - {self.number} - self._links.keys())
+            if self.table and not missing:
+                self._facts["started"] = True
+                return
             if self.refused:
                 raise StagelineError(self.refused)
-            if self.lost:
+            if self.lost and self.order is None:
                 number, how = next(iter(self.lost.items()))
                 raise StagelineError(f"host {number} was lost before all hosts had started: {how}")
-            missing = sorted(others - self._links.keys())
             where = f"--master-addr {self.place.address}, port {self.place.port}"
             if time.monotonic() > end and missing:
                 why = "nothing answers at" if missing[0] == 0 else "its launcher did not connect to"
@@ -176,17 +193,44 @@ class HostNetwork:
             self._changed.wait(0.05)
 
     def _read_table(self) -> None:
-        """Take the table of all hosts from the first one, and connect to those in between."""
-        entries = self.statuses.get(0, {}).get("table")
-        if not self.table and self.number and entries:
-            self.table = {int(number): HostEntry(*entry) for number, entry in entries.items()}
-            for number in range(1, self.number):
-                self._run(self._open, number)
-        elif not self.table and not self.number:
+        """Take a table of all hosts that has this launcher from another one, and connect to those in between."""
+        for status in [] if self.table else list(self.statuses.values()):
+            table = read_table(status["order"]["table"] if "order" in status else status.get("table", {}))
+            if table.get(self.number, _NOBODY).id == self._facts["id"]:
+                self._join(table, status)
+                return
+        if not self.table and not self.number:
             with self._lock:
-                if len(self._entries) == self.place.count - 1:
-                    self._entries[0] = HostEntry(self._own_address(), **_entry(self._facts))
+                if len(self._entries) == self.place.count - 1 and not self._is_late:
+                    self._entries[0] = _entry(self._own_address(), self._facts)
                     self.table = dict(sorted(self._entries.items()))
+
+    def _join(self, table: dict[int, HostEntry], status: Mapping[str, Any]) -> None:
+        with self._lock:
+            if "order" in status:
+                self.order = status["order"]
+                gone = table.keys() - set(status["order"]["members"]) - {self.number}
+                self.lost = dict.fromkeys(gone, "lost before this host came back")
+                self.lost_at = dict.fromkeys(gone, time.time())
+                self._heard |= dict.fromkeys(set(self.present) - self._heard.keys() - {self.number}, time.monotonic())
+            self.table, self._entries = table, dict(table)
+        for number in range(1, self.number):
+            self._run(self._open, number)
+
+    def readmit(self, table: Mapping[int, HostEntry]) -> None:
+        """Take a table in which launchers that were started again have the places of hosts that were lost."""
+        others = {number: entry for number, entry in table.items() if number != self.number}
+        for number, entry in others.items():
+            if entry.id == self.table[number].id:
+                continue
+            with self._lock:
+                self.table = {**self.table, number: entry}
+                self._entries[number] = entry
+                self._heard[number] = time.monotonic()
+                for values in (self.statuses, self._broken, self.returning, self.lost, self.lost_at):
+                    values.pop(number, None)
+            if 0 < number < self.number:
+                self._run(self._open, number)
 
     def _own_address(self) -> str:
         """The address of the first host, as the others see it."""
@@ -202,14 +246,17 @@ class HostNetwork:
 
     @property
     def leader(self) -> int:
-        """The first of them."""
-        return self.present[0]
+        """The one of them that was there first."""
+        return min(self.present, key=self._seniority)
+
+    def _seniority(self, number: int) -> tuple[int, int]:
+        return self.table.get(number, _NOBODY).since, number
 
     @property
     def cut_off(self) -> str:
         """Why this host has to stop: it hears fewer than half of the others. Empty if it has not.
 
-        Of two halves, the one with the first host continues.
+        Of two halves, the one with the host that was there first continues.
         """
         if self.refused:
             return self.refused
@@ -217,7 +264,9 @@ class HostNetwork:
         near = {number for number in self.present if now - self._heard.get(number, now) < self.place.timeout}
         near = (near | {self.number}) & self.members
         missing = sorted(self.members - near)
-        if 2 * len(near) > len(self.members) or (2 * len(near) == len(self.members) and min(self.members) in near):
+        if 2 * len(near) > len(self.members) or (
+            2 * len(near) == len(self.members) and min(self.members, key=self._seniority) in near
+        ):
             return ""
         names = ", ".join(f"host {number} ({self._name(number)})" for number in missing)
         return f"{names} cannot be reached from host {self.number}, and a job continues only where most hosts are"
@@ -287,7 +336,10 @@ class HostNetwork:
                     number = int(session.facts["launcher"])
                     address = _plain(session.link.getpeername()[0])
                     with self._lock:
-                        self._entries.setdefault(number, HostEntry(address, **_entry(session.facts)))
+                        self._is_late |= bool(session.facts.get("started"))
+                        self._entries.setdefault(number, _entry(address, session.facts))
+                        if number in self.lost:
+                            self.returning[number] = _entry(address, session.facts)
                     self._serve(number, session, opener=False)
                 elif self.memory is not None:
                     self.memory.serve(session.link, session.facts)
@@ -304,30 +356,50 @@ class HostNetwork:
             raise TrustError(f"it has --nnodes {facts['hosts']}, and host {self.number} has {self.place.count}")
         if facts["torch"] != torch.__version__:
             raise TrustError(f"it runs torch {facts['torch']}, and host {self.number} runs {torch.__version__}")
+        known = self._entries.get(number, _NOBODY)
+        if number in self._broken and known.id != facts["id"]:
+            self.lose(number, "its launcher was started again")
         if number in self.lost:
-            raise TrustError(f"the other hosts gave it up: {self.lost[number]}")
-        known = self._entries.get(number)
-        if number == self.number or (known is not None and known.port != facts["port"]):
+            if known.id == facts["id"]:
+                raise TrustError(f"the other hosts declared it lost: {self.lost[number]}")
+            if (known.ranks, known.spares) != (facts["ranks"], facts["spares"]):
+                raise TrustError(f"it came back with other options; it had -n {known.ranks} --spares {known.spares}")
+        elif number == self.number or known.id not in ("", facts["id"]):
             raise TrustError(f"there is another launcher with --node-rank {number}")
-        return {}
+        return self._facts
 
     def _open(self, number: int) -> None:
-        """Keep a connection to a host before this one."""
-        while not self._closed and number not in self.lost and not self.refused:
+        """Keep a connection to a host before this one; look whether the first one comes back if it is lost."""
+        while not self._closed and not self.refused and (number == 0 or number not in self.lost):
             entry = self.table.get(number)
             address = (self.place.address, self.place.port) if entry is None else (entry.address, entry.port)
             try:
                 session = open_connection(*address, self._secret, self._facts, timeout=max(1.0, self.place.timeout / 3))
             except TrustError as error:
+                if number in self.lost:  # another job may be there now
+                    time.sleep(1.0)
+                    continue
                 self.refused = f"the launcher of host {number} at {address[0]}, port {address[1]}: {error}"
                 self._changed.set()
             except OSError as error:
                 if isinstance(error, ConnectionRefusedError) and number in self._heard:
                     self.lose(number, "its launcher ended")
-                time.sleep(0.1)
+                time.sleep(1.0 if number in self.lost else 0.1)
             else:
                 with session.link:
+                    if number in self.lost and not self._returns(number, session.facts):
+                        time.sleep(1.0)
+                        continue
                     self._serve(number, session, opener=True)
+
+    def _returns(self, number: int, facts: Facts) -> bool:
+        """Whether it is a new launcher that answers at a host that was lost."""
+        entry = self.table.get(number)
+        options = (facts["ranks"], facts["spares"])
+        if entry is None or entry.id == facts["id"] or options != (entry.ranks, entry.spares):
+            return False
+        self.returning[number] = _entry(entry.address, facts)
+        return True
 
     def _serve(self, number: int, session: Session, *, opener: bool) -> None:
         """Read what a host sends, until its connection breaks."""
@@ -337,7 +409,7 @@ class HostNetwork:
             self._broken.pop(number, None)
         self._changed.set()
         with contextlib.suppress(OSError, ValueError, TrustError):
-            while not self._closed and number not in self.lost and self._links.get(number) is link:
+            while not self._closed and self._knows(number) and self._links.get(number) is link:
                 messages = link.receive()
                 if messages is None:
                     break
@@ -347,6 +419,10 @@ class HostNetwork:
             if self._links.get(number) is link:
                 del self._links[number]
                 self._broken[number] = time.monotonic()
+                self.returning.pop(number, None)
+
+    def _knows(self, number: int) -> bool:
+        return number not in self.lost or number in self.returning
 
     def __enter__(self) -> Self:
         return self
@@ -373,8 +449,18 @@ class HostNetwork:
                 link.socket.shutdown(socket.SHUT_RDWR)
 
 
-def _entry(facts: Facts) -> dict[str, int]:
-    return {name: int(facts[name]) for name in ("port", "ranks", "spares", "store")}
+def _entry(address: str, facts: Facts) -> HostEntry:
+    port, ranks, spares, store = (int(facts[name]) for name in ("port", "ranks", "spares", "store"))
+    return HostEntry(address, port, ranks, spares, store, str(facts["id"]))
+
+
+def read_table(entries: Mapping[Any, Sequence[Any]]) -> dict[int, HostEntry]:
+    """The table of all hosts, as another host sent it.
+
+    >>> read_table({"1": ["10.0.0.2", 29400, 4, 0, 29401, "1a2b", 0]})[1].ranks
+    4
+    """
+    return {int(number): HostEntry(*entry) for number, entry in entries.items()}
 
 
 def _plain(address: str) -> str:
@@ -382,9 +468,11 @@ def _plain(address: str) -> str:
     return address.removeprefix("::ffff:")
 
 
-def listen_anywhere(port: int = 0) -> socket.socket:
-    """A socket that listens on all addresses of this machine, on this port, or on a free one of the range."""
-    ports = [port] if port else (port_range() or [0])
+def listen_anywhere(port: int = 0, *, besides: int = 0) -> socket.socket:
+    """A socket that listens on all addresses of this machine: on this port, or on a free one, but for `besides`."""
+    ports = (
+        [port] if port else [candidate for candidate in port_range() or [0] if not candidate or candidate != besides]
+    )
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
     for candidate in ports:

@@ -97,11 +97,11 @@ def launch(
     [3, 3]
     """
     if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
-        raise StagelineError(f"processes is the number of ranks, at least 1; got {shorten(processes)}")
+        raise StagelineError(f"processes must be the number of ranks, at least 1; got {shorten(processes)}")
     if not callable(function):
-        raise StagelineError(f"launch calls a function on every rank; got {shorten(function)}")
+        raise StagelineError(f"launch takes a function to call on every rank; got {shorten(function)}")
     if timeout is not None and not timeout > 0:
-        raise StagelineError(f"timeout is a number of seconds above 0, or None; got {shorten(timeout)}")
+        raise StagelineError(f"timeout must be a number of seconds above 0, or None; got {shorten(timeout)}")
     variables = {str(name): str(value) for name, value in (environment or {}).items()}
     recovery = Recovery(max_restarts, tuple(on_loss), spares)
     job = Job(function, arguments, processes, variables, timeout, recovery=recovery)
@@ -125,7 +125,7 @@ def find_launcher(launcher: str | Launcher) -> Launcher:
         )
         return kind()
     if not isinstance(launcher, Launcher):
-        raise StagelineError(f"a launcher is a name or an object with a method run; got {shorten(launcher)}")
+        raise StagelineError(f"launcher must be a name or an object with a method run; got {shorten(launcher)}")
     return launcher
 
 

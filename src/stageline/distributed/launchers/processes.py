@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -17,11 +16,10 @@ from typing import Any
 
 import torch
 
-from stageline.common import interrupts
 from stageline.common.errors import StagelineError
 from stageline.common.handshake import uses_tls
-from stageline.common.machine import cores
-from stageline.common.ports import check_ports
+from stageline.common.machine import check_ports, cores
+from stageline.common.temporary_folder import TemporaryFolder
 from stageline.common.trust import job_secret, secret_variables
 from stageline.distributed._torch_private import TCPStore
 from stageline.distributed.attempts import MEMORY, NUMBER, SEAT, Announcements, Attempt, take_place
@@ -78,7 +76,7 @@ class ProcessLauncher:
         store = TCPStore("127.0.0.1", 0, None, True, datetime.timedelta(seconds=300), wait_for_workers=False)
         recovers = job.recovery.enabled
         with (
-            job_folder() as folder,
+            job_folder(server) as folder,
             host_memory(job.processes if recovers else 0) as memory,
         ):
             replacements = Replacements(job.recovery, job.processes, Announcements(store)) if recovers else None
@@ -117,14 +115,11 @@ class ProcessLauncher:
 
 
 @contextmanager
-def job_folder() -> Iterator[Path]:
-    """A folder for the calls and answers of ranks; it is also removed when a signal ends the command."""
-    with tempfile.TemporaryDirectory(prefix="stageline-", ignore_cleanup_errors=True) as folder:
-        forget = interrupts.at_end(lambda: shutil.rmtree(folder, ignore_errors=True))
-        try:
-            yield Path(folder)
-        finally:
-            forget()
+def job_folder(server: ForkServer) -> Iterator[Path]:
+    """A folder for the calls and answers of ranks; the server removes it if this process is killed."""
+    with TemporaryFolder("job-") as folder:
+        server.remove_at_end(folder)
+        yield folder
 
 
 def place_variables(job: Job, port: int) -> list[dict[str, str]]:

@@ -141,7 +141,7 @@ class RayLauncher:
         if processes > slots:
             need = " and ".join(f"{count} {name}" for name, count in self._options(1).items())
             raise StagelineError(
-                f"{processes} ranks need {need} each, and the Ray cluster has {slots} such slots on {len(hosts)} "
+                f"{processes} ranks need {need} each, but the Ray cluster has {slots} such slots on {len(hosts)} "
                 f"host{'s' if len(hosts) != 1 else ''}; start at most {slots}, or add hosts"
             )
 
@@ -352,7 +352,7 @@ class RayRank:
         """Keep the store at which the ranks meet; return its port."""
         import datetime
 
-        from stageline.common.ports import listen
+        from stageline.common.machine import listen
         from stageline.distributed._torch_private import TCPStore
 
         listener = listen(host)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from stageline.common.errors import StagelineError, shorten
-from stageline.common.ports import port_range
+from stageline.common.machine import port_range
 
 _PORTS = range(20000, 30000)
 """Of the store of rank 0; the job's number selects one, so that two jobs on a host do not meet."""

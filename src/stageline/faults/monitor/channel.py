@@ -1,4 +1,4 @@
-"""A rank's way to one monitor: a connection that is opened again when it breaks, or when nothing is heard on it."""
+"""A rank's connection to one monitor, which is opened again when it breaks or falls silent."""
 
 from __future__ import annotations
 

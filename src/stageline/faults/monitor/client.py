@@ -139,7 +139,7 @@ class MonitorClient:
         if not 0 <= rank < ranks:
             raise ControlError(f"rank must be from 0 to {ranks - 1}, got {rank}")
         if not 0 < deadline < float("inf"):
-            raise ControlError(f"the deadline is a number of seconds above 0, got {deadline}")
+            raise ControlError(f"the deadline must be a number of seconds above 0, got {deadline}")
         text, why = "", "rank 0 could not start the failure monitor"
         if rank == 0:
             try:

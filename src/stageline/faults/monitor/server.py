@@ -32,7 +32,7 @@ from typing import Any
 
 from stageline.common.errors import StagelineError, TrustError
 from stageline.common.handshake import PATIENCE, Facts, MessageSeal, Reception, check_tls
-from stageline.common.ports import listen
+from stageline.common.machine import listen
 from stageline.faults.monitor.blame import BlameRules
 
 LINGER = 1.0

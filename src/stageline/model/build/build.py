@@ -17,7 +17,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from stageline.common.errors import StagelineError, shorten
-from stageline.model._torch_private import TorchDispatchMode, buffers_of, has_hooks, make_subclass, parameters_of
+from stageline.model._torch_private import (
+    MODULE_DICTIONARIES,
+    TorchDispatchMode,
+    buffers_of,
+    has_hooks,
+    make_subclass,
+    parameters_of,
+)
 from stageline.model.build.recorder import ALLOCATES, record, recording
 from stageline.model.build.tape import META, StorageView, Tape
 from stageline.tensors.random_numbers import generator_alone, seed_of
@@ -185,7 +192,7 @@ def _tensor_entries(model: nn.Module) -> list[_TensorEntry]:
         siblings = [dotted + name for name, value in (*parameters.items(), *buffers.items()) if value is not None]
         for kind, attributes in (("parameter", parameters), ("buffer", buffers), ("", vars(module))):
             for name, value in attributes.items():
-                if name in ("_parameters", "_buffers", "_modules"):
+                if name in MODULE_DICTIONARIES:
                     continue
                 for path, tensor, setter in _walk(dotted + name, value, partial(attributes.__setitem__, name)):
                     label = f"the {kind or 'attribute'} {path!r} of {type(module).__name__}"

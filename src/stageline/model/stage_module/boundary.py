@@ -155,6 +155,8 @@ def _tensor_alone() -> str:
 def _flatten_output(output: Any, name: str) -> tuple[list[Any], str]:
     """Flatten what a unit returned, and what was collected meanwhile."""
     value, collected = output
+    if type(value) is Tensor and not collected and not value.is_nested:  # the usual case
+        return [value], _tensor_alone()
     if isinstance(value, Tensor) and not collected:
         return flatten(value, name)[0], _tensor_alone()
     return flatten(output, name)
@@ -182,7 +184,12 @@ def name_of_value(position: int, leaf: int) -> str:
 
 
 def _form(leaf: Tensor) -> list[Any]:
-    return [str(leaf.dtype).removeprefix("torch."), list(leaf.shape), str(leaf.device)]
+    return _form_of(leaf.dtype, leaf.shape, leaf.device)
+
+
+@lru_cache(maxsize=1024)
+def _form_of(dtype: torch.dtype, shape: torch.Size, device: torch.device) -> list[Any]:
+    return [str(dtype).removeprefix("torch."), list(shape), str(device)]
 
 
 @lru_cache(maxsize=256)

@@ -241,9 +241,10 @@ class _StageRun:
         if position >= replay.stop:
             self._select_passed()
             raise _NextStageReached
-        missing = placeholders_in((args, kwargs))
-        if missing:
-            raise StagelineError(f"{name} needs {replay.describe_missing(missing)}")
+        if kwargs or any(type(argument) is not Tensor for argument in args):  # plain tensors are no placeholders
+            missing = placeholders_in((args, kwargs))
+            if missing:
+                raise StagelineError(f"{name} needs {replay.describe_missing(missing)}")
         if self.grad_enabled and not torch.is_grad_enabled() and _checkpoint_frame("forward") is not None:
             raise StagelineError(
                 f"the forward runs {name} in a checkpoint with use_reentrant=True, which hides its gradients from the "

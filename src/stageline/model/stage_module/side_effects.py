@@ -336,6 +336,13 @@ class Counters:
 
     def read(self) -> Numbers:
         """Return all numbers."""
+        if self._forwards >= _DEEP_FORWARDS:
+            return {
+                (index, key): (frame, key, value)
+                for index, frame in enumerate(self._frames)
+                for key, value in vars(frame).items()
+                if isinstance(value, int | float) and key not in MODULE_ATTRIBUTES
+            }
         return {
             (index, path): (holder, key, value)
             for index, frame in enumerate(self._frames)
@@ -351,12 +358,7 @@ class Counters:
             place = slot_path(path, holder, key).strip(".")
             if isinstance(value, int | float):
                 yield place, holder, key, value
-            elif (
-                depth < _COUNTER_DEPTH
-                and self._forwards < _DEEP_FORWARDS
-                and _may_hold_numbers(value)
-                and id(value) not in self._reached_by_units
-            ):
+            elif depth < _COUNTER_DEPTH and _may_hold_numbers(value) and id(value) not in self._reached_by_units:
                 yield from self._numbers(value, slots_of(value), place, depth + 1)
 
     def restore(self, before: Numbers) -> None:

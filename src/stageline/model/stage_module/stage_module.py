@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from stageline.common.errors import StagelineError
 from stageline.model._torch_private import (
+    COMPILED_CALL,
     MODULE_DICTIONARIES,
     children_of,
     module_dictionaries,
@@ -222,7 +223,7 @@ class StagePart(nn.Sequential):
                     child_path = f"{path}.{name}" if path else name
                     children_of(module_copy)[name] = self._copy_frame(child, child_path, is_own)
             module_copy.__dict__["named_parameters"] = _OwnParameters(module_copy, self.replay)
-            module_copy.__dict__["_compiled_call_impl"] = None  # its graph contains all units
+            module_copy.__dict__[COMPILED_CALL] = None  # its graph contains all units
         if module_copy is not module:
             self._copies.append((Original(module), module_copy))
         return module_copy
@@ -263,6 +264,24 @@ class StagePart(nn.Sequential):
                     children[name] = None
         return hidden
 
+    def separate(self) -> None:
+        """Copy what this stage still shares with others: modules with parameters that are outside of units."""
+        copied = {id(module_copy) for _, module_copy in self._copies}
+        copies: dict[int, nn.Module] = {}
+
+        def visit(module: nn.Module) -> None:
+            children = children_of(module)
+            for name, child in children.items():
+                if child is None or isinstance(child, _UnitProxy) or not any(True for _ in child.parameters()):
+                    continue
+                if id(child) not in copied and id(child) not in copies:
+                    copies[id(child)] = shallow_copy(child)
+                    self._copies.append((Original(child), copies[id(child)]))
+                children[name] = copies.get(id(child), child)
+                visit(copies.get(id(child), child))
+
+        visit(self.frame)
+
     def frame_modules(self) -> list[nn.Module]:
         """Return the modules of the whole model that are not inside of a unit."""
         inside = {id(module) for unit in self.replay.modules.values() for module in unit.module.modules()}
@@ -281,11 +300,9 @@ class StagePart(nn.Sequential):
             if isinstance(module_copy, Wrapper):
                 continue
             for key, value in original.module.__dict__.items():
-                if key in _NOT_REFRESHED or (
-                    key == "_compiled_call_impl" and "named_parameters" in module_copy.__dict__
-                ):
+                if key in _NOT_REFRESHED or (key == COMPILED_CALL and "named_parameters" in module_copy.__dict__):
                     continue
-                if key != "_compiled_call_impl" or _same_weights(original.module, module_copy):
+                if key != COMPILED_CALL or _same_weights(original.module, module_copy):
                     module_copy.__dict__[key] = value
 
     def forward(self, value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A model without a stack of blocks, cut in the graph that `torch.export` makes of it: the last resort.
+"""A model without a stack of blocks, cut in the graph that `torch.export` records: the last resort.
 
 The graph is cut into segments. A segment starts at the first use of a parameter and ends at the first use of the next
 one. A stage runs its segments and passes on the values that later ones need. Names are the model's own. Its hooks are

@@ -55,7 +55,7 @@ class ChunkSpecs:
         for name, spec in self._named():
             check_spec(spec, name)
         if self.kwargs is not None and not isinstance(self.kwargs, Mapping):
-            raise StagelineError(f"kwargs_chunk_spec is a dict of specs by keyword, got {shorten(self.kwargs)}")
+            raise StagelineError(f"kwargs_chunk_spec must be a dict of specs by keyword, got {shorten(self.kwargs)}")
 
     def _named(self) -> list[tuple[str, Any]]:
         names = ("args_chunk_spec", "kwargs_chunk_spec", "targets_chunk_spec", "output_merge_spec")
@@ -74,7 +74,7 @@ class ChunkSpecs:
         for name in self.kwargs or {}:
             if name not in names:
                 raise StagelineError(
-                    f"kwargs_chunk_spec has {name!r}, and neither the inputs nor stage_kwargs have a keyword of that "
+                    f"kwargs_chunk_spec has {name!r}, but neither the inputs nor stage_kwargs have a keyword of that "
                     f"name; they have {', '.join(sorted(map(str, names))) or 'none'}"
                 )
 
@@ -242,12 +242,12 @@ def _how(leaf: Any, spec: Any, where: str) -> How:
         return 0
     if not isinstance(leaf, Tensor):
         raise StagelineError(
-            f"{where} is {shorten(leaf)}, and its chunk spec says to cut it along dimension {dim}; only tensors can be "
+            f"{where} is {shorten(leaf)}, but its chunk spec says to cut it along dimension {dim}; only tensors can be "
             "cut: pass None as its spec"
         )
     if not -leaf.dim() <= dim < leaf.dim():
         raise StagelineError(
-            f"{where} has shape {tuple(leaf.shape)}, and its chunk spec says to cut it along dimension {dim}; pass a "
+            f"{where} has shape {tuple(leaf.shape)}, but its chunk spec says to cut it along dimension {dim}; pass a "
             "dimension that it has, or None for what every microbatch gets whole"
         )
     return dim % leaf.dim()
@@ -261,7 +261,7 @@ def _spread(value: Any, spec: Any, where: str) -> list[Any]:
     if parts is None or is_mask(value) or (isinstance(value, Mapping) and not isinstance(spec, Mapping)):
         kind = type(value).__name__
         raise StagelineError(
-            f"the chunk spec of {where} is a {type(spec).__name__}, and the value is a {kind}; pass a tuple of specs "
+            f"the chunk spec of {where} is a {type(spec).__name__}, but the value is a {kind}; pass a tuple of specs "
             "for a tuple, a dict for a dict (kwargs_chunk_spec for inputs by keyword), and one spec for one value"
         )
     keys = list(parts)

@@ -128,7 +128,7 @@ def agree_replicas(
     for replica, rows in enumerate(known):
         apart = disagreement(rows, columns, needs, [layout.place_name(process) for process in layout.rows[replica]])
         if apart:
-            raise PipelineError(apart if layout.in_mesh else f"replica {replica}: {apart}")
+            raise PipelineError(apart if layout.by_place else f"replica {replica}: {apart}")
     refuse_different_samples(layout, known)
     for column, what in COMMON.items():
         flat = known[..., column].reshape(-1)

@@ -1,4 +1,4 @@
-"""Objects that hold tensors which cannot be cut into microbatches: refused by name."""
+"""Objects that hold tensors and cannot be cut into microbatches: the error that names them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Continuous steps where ranks are processes: records travel while the ranks compute."""
+"""Continuous steps where ranks are processes: records are exchanged while the ranks compute."""
 
 from __future__ import annotations
 

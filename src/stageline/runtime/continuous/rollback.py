@@ -26,7 +26,7 @@ def find_optimizer(optimizer_or_make: Optimizer | Make, parameters: Sequence[nn.
         optimizer = optimizer(parameters) if callable(optimizer) else None
     if not isinstance(optimizer, Optimizer):
         raise StagelineError(
-            f"optimizer= is an optimizer of torch, or a function from parameters to one; got "
+            f"optimizer= must be a torch optimizer, or a function from parameters to one; got "
             f"{shorten(optimizer_or_make) if optimizer is None else f'a function that returns {shorten(optimizer)}'}"
         )
     own = set(parameters)
@@ -190,7 +190,7 @@ class Gradients:
         )
         if changed and not self._copied:
             raise StagelineError(
-                "the optimizer changed gradients in place, and did not in its first step; pass pipe.run one that "
+                "the optimizer changed gradients in place, but not in its first step; pass pipe.run one that "
                 "does the same in every step, or use pipe.step and optimizer.step()"
             )
         self._copied = changed

@@ -1,4 +1,4 @@
-"""Continuous steps: a rank starts the next step while others still run the last one."""
+"""Continuous steps: a rank starts the next step while others still run the current one."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ class UpdateOptions:
     def __post_init__(self) -> None:
         max_norm = self.rules.max_norm
         if max_norm is not None and not (isinstance(max_norm, int | float) and max_norm > 0):
-            raise StagelineError(f"max_norm is a number above 0, or None for no clipping; got {shorten(max_norm)}")
+            raise StagelineError(f"max_norm must be a number above 0, or None for no clipping; got {shorten(max_norm)}")
         if isinstance(self.rates, ReduceLROnPlateau):
             raise StagelineError(
-                "lr_schedule=ReduceLROnPlateau needs a metric; leave it out, and call scheduler.step(figure) "
+                "lr_schedule=ReduceLROnPlateau needs a metric; leave it out, and call scheduler.step(metric) "
                 "in the loop over the steps"
             )
         if self.rates is not None and not callable(self.rates) and not isinstance(self.rates, LRScheduler):
             raise StagelineError(
-                f"lr_schedule is a function from the number of a step to a factor, or a torch scheduler; got "
+                f"lr_schedule must be a function from the number of a step to a factor, or a torch scheduler; got "
                 f"{shorten(self.rates)}"
             )
 
@@ -100,12 +100,12 @@ def read_batch(runner: StepRunner, item: Any) -> Batch:
         arguments = {"inputs": item[0], "targets": item[1]}
     elif not isinstance(item, Mapping | Tensor) and item is not None:
         raise StagelineError(
-            f"a batch is a pair of inputs and targets, a tensor or a dict of inputs alone, or None if a rank needs "
+            "a batch must be a pair of inputs and targets, a tensor or a dict of inputs alone, or None if a rank needs "
             f"none; got {shorten(item)}"
         )
     if require_gradients(arguments["inputs"]):
         raise StagelineError(
-            "inputs of a run require grad, and the next batch is read before their gradients are known; call "
+            "inputs of a run require grad, but the next batch is read before their gradients are known; call "
             "pipe.step(inputs, targets) and optimizer.step() in a loop instead, or detach the inputs"
         )
     return Batch(
@@ -184,7 +184,7 @@ class RunSteps:
             self._batches = iter(batches)
         except TypeError:
             raise StagelineError(
-                f"batches is an iterable of batches, one for every step; got {shorten(batches)}"
+                f"batches must be an iterable of batches, one for every step; got {shorten(batches)}"
             ) from None
         self._loops: list[RankLoop] = []
 

@@ -1,4 +1,4 @@
-"""Guards: checks that refuse, by name, what a pipeline cannot compute as one process would.
+"""Guards: checks that reject what a pipeline cannot compute as one process would, and name it.
 
 Read them in the order in which they can refuse: `foreign_reads` (parameters of other stages), `cut_layers` (those of
 tensor parallel) and `backward` (a loss without a graph, a backward inside a forward, DDP and FSDP) in an action;

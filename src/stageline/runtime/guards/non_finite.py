@@ -7,20 +7,26 @@ microbatch where it started; they alone do not fail a step, because a mask may h
 from __future__ import annotations
 
 import cmath
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from stageline.common.errors import PipelineError
 from stageline.distributed.rank_host import Floats
 from stageline.faults.monitor.verdict import describe
 from stageline.runtime._torch_private import flatten_dense, foreach_norm, pytree, sparse_values
+from stageline.runtime.guards.foreign_reads import listed
 from stageline.schedules.schedule import Schedule
 from stageline.tensors.sharded import local
+
+if TYPE_CHECKING:
+    from stageline.runtime.setup.model_stages import ModelStages
 
 SMALL = 1 << 15
 """Gradients of a stage with up to this many elements are checked after every backward, others once per step."""
@@ -326,3 +332,22 @@ def not_finite(
         problem = f"the gradients are not finite though the loss is {sum(losses):.4g}"
         where = f"the first value that is not finite is {event}" if known else "the microbatch is not known"
     return NotFinite(event, rank, f"{problem}, and {where}; check_finite=False accepts such values", known)
+
+
+def refuse_norm(stages: ModelStages, norms: Floats, total: Tensor) -> None:
+    """Raise an error that names the parameters whose gradients are not finite, and their stages."""
+    stage_of = {
+        name: stage
+        for stage, part in reversed(list(enumerate(stages.parts)))
+        for name, _ in part.named_parameters(remove_duplicate=False)
+    }
+    wrong = [
+        f"{name} (stage {stage_of.get(name, '?')})"
+        for (name, _), norm in zip(stages.model.named_parameters(), norms.tolist(), strict=True)
+        if not math.isfinite(norm)
+    ]
+    raise PipelineError(
+        f"the norm of the gradients is {total.item()}, and those of {listed(wrong) or 'all parameters together'} "
+        "are not finite or too large; no gradient was clipped and no parameter changed: call zero_grad() before "
+        "the next step; check_finite=False accepts such gradients"
+    )

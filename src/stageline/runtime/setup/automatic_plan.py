@@ -54,7 +54,7 @@ def automatic(
     if ranks is None:
         ranks = default_ranks(replicas, options.seconds, on_one_gpu(source, recipe is not None, options.device))
     if ranks is None:
-        raise StagelineError("schedule='auto' needs ranks=, how many ranks the pipeline has")
+        raise StagelineError("schedule='auto' needs ranks=, the number of ranks of the pipeline")
     host = find_host(ranks, options.seconds, replicas, mesh)
     if not isinstance(source, nn.Module):
         raise StagelineError(
@@ -106,14 +106,14 @@ def _plan(
     shared: int,
     chunks: Any,
 ) -> Plan:
-    from stageline.planning.plan import plan
+    from stageline.planning.planner import plan
     from stageline.planning.request import device_memory
     from stageline.timeline.costs import Share
 
     example = options.example
     whole = batch_size(example, "the example")
     if microbatches is not None and (not isinstance(microbatches, int) or microbatches < 1):
-        raise StagelineError(f"microbatches is a whole number from 1, got {shorten(microbatches)}")
+        raise StagelineError(f"microbatches must be an integer >= 1, got {shorten(microbatches)}")
     size = max(1, -(-whole // (microbatches or ranks)))
     room = device_memory(model)
     as_threads = shared == ranks

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import starmap
 from types import CodeType
@@ -21,7 +21,9 @@ from torch.nn.parameter import is_lazy
 from stageline._version import __version__
 from stageline.common.errors import PipelineError, StagelineError, shorten
 from stageline.distributed.collectives import ProcessCollectives, first_difference
+from stageline.distributed.layout import REPLICAS, SHARDS
 from stageline.distributed.rank_host import Floats, RankHost
+from stageline.runtime._torch_private import gathered_over, sharded_by_fsdp
 from stageline.runtime.microbatches import digest
 from stageline.runtime.setup.model_stages import ModelStages
 from stageline.runtime.setup.options import PipelineOptions
@@ -149,19 +151,27 @@ def _plain(value: Any) -> str:
 
 
 @contextmanager
-def agree_on_shards(host: RankHost, stages: ModelStages, parallelized: bool) -> Iterator[None]:
-    """Raise the same error on all processes if `parallelize` failed on one, or cut a stage differently on two."""
+def agree_on_shards(
+    host: RankHost, stages: ModelStages, parallelized: bool, compare_weights: bool = True
+) -> Iterator[None]:
+    """Raise the same error on all processes if `parallelize` failed on one, or cut a stage differently on two.
+
+    So too if it shards weights with FSDP2 that were different before, and `compare_weights` is set.
+    """
     if not parallelized or not isinstance(host, ProcessCollectives):
         yield
         return
     failure: Exception | None = None
-    layout, own = host.layout, list[str]()
+    layout, own, weights = host.layout, list[str](), list[str]()
     try:
+        before = _digests_of(stages) if compare_weights else {}
         yield
         own = _shards_of(host, stages)
+        sharded = sharded_by_fsdp(_parts_of(stages))
+        weights = [f"{name} {before.get(name)}" for name, parameter in _named(stages) if parameter in sharded]
     except Exception as error:
         failure = error
-    known = host.all_gather(np.array([float(failure is not None), float(digest(own))]))
+    known = host.all_gather(np.array([float(failure is not None), float(digest(own)), float(digest(weights))]))
     failed = np.argwhere(known[..., 0])
     if len(failed):
         process = layout.rows[failed[0][0]][failed[0][1]]
@@ -179,23 +189,85 @@ def agree_on_shards(host: RankHost, stages: ModelStages, parallelized: bool) -> 
                 f"{first} and {second} hold the same stages, and parallelize did not cut them in the same way: {first} "
                 f"has {one} and {second} has {other}; do the same on all processes"
             )
+        # Tensor parallel distributes the weights of its first process.
+        values = known[:: layout.tensors, rank, 2].tolist()
+        odd = next((row for row, value in enumerate(values) if value != values[0]), None)
+        if odd is not None:
+            processes = layout.rows[odd * layout.tensors][rank], layout.rows[0][rank]
+            texts = [host.broadcast_to_all("\n".join(weights), process).split("\n") for process in processes]
+            name = next(one.rpartition(" ")[0] for one, other in zip(*texts, strict=True) if one != other)
+            first, second = map(layout.place_name, processes)
+            raise PipelineError(
+                f"{first} and {second} hold different values of {name}, of which each would keep a part; start all "
+                "with the same weights (one torch.manual_seed before the model is built, or one checkpoint); "
+                "compare_weights=False skips this check"
+            )
+
+
+def _parts_of(stages: ModelStages) -> list[nn.Sequential]:
+    return [part for stage, part in enumerate(stages.parts) if stages.holds(stage)]
+
+
+def _named(stages: ModelStages) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of this process's stages, which need not be placed yet."""
+    return ((name, parameter) for part in _parts_of(stages) for name, parameter in part.named_parameters())
+
+
+def _digests_of(stages: ModelStages) -> dict[str, int]:
+    """Digests of the parameters of this process that exist already."""
+    return {name: digest(local(parameter)) for name, parameter in _named(stages) if not parameter.is_meta}
 
 
 def _shards_of(host: ProcessCollectives, stages: ModelStages) -> list[str]:
     """How the parameters of this process are cut, as text."""
     lines = []
-    for part in (part for stage, part in enumerate(stages.parts) if stages.holds(stage)):
-        for name, parameter in part.named_parameters():
-            outside = [process for process in processes_of(parameter) if host.layout.in_layout(process) is None]
-            if outside:
-                raise StagelineError(
-                    f"parallelize cut {name} over process {outside[0]}, which is not in the mesh of this pipeline; "
-                    "pass a mesh that holds it"
-                )
-            lines.append(
-                f"{name} {sharding_text(parameter)}, {parameter.dtype}, requires_grad={parameter.requires_grad}"
-            )
+    gathered = gathered_over(_parts_of(stages))
+    for part in _parts_of(stages):
+        _refuse_layers_of_others(part, gathered)
+    for name, parameter in _named(stages):
+        _refuse_foreign(host, name, processes_of(parameter), ["pp"])
+        _refuse_foreign(host, name, gathered.get(parameter, []), ["pp", "tp"])
+        lines.append(f"{name} {sharding_text(parameter)}, {parameter.dtype}, requires_grad={parameter.requires_grad}")
     return lines
+
+
+def _refuse_foreign(host: ProcessCollectives, name: str, processes: Sequence[int], same: Sequence[str]) -> None:
+    """Refuse a parameter cut over processes of which some are not in the mesh, or differ in one of these dimensions."""
+    layout = host.layout
+    here = layout.coordinates(host.process)
+    for process in processes:
+        number = layout.in_layout(process)
+        if number is None:
+            raise StagelineError(
+                f"parallelize cut {name} over process {process}, which is not in the mesh of this pipeline; "
+                "pass a mesh that holds it"
+            )
+        place = layout.coordinates(number)
+        apart = next((dimension for dimension in same if place[dimension] != here[dimension]), None)
+        if apart is not None:
+            what = "has other stages" if apart == "pp" else "has the same samples, so gradients would count twice"
+            raise StagelineError(
+                f"parallelize cut {name} of {layout.name(host.process)} over {layout.name(number)}, which {what}; pass "
+                'a part of the mesh that the function receives, such as fully_shard(part, mesh=mesh["dp_shard"])'
+            )
+
+
+def _refuse_layers_of_others(part: nn.Module, gathered: Collection[nn.Parameter]) -> None:
+    """Refuse linear layers and embeddings of which processes with different samples compute different features."""
+    for name, module in part.named_modules():
+        for own, parameter in module.named_parameters(recurse=False):
+            if not is_sharded(parameter) or parameter in gathered or not isinstance(module, nn.Linear | nn.Embedding):
+                continue
+            axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=False)
+            apart = next(
+                (axis for axis, placement in axes if axis in (*REPLICAS, *SHARDS) and placement.is_shard()), None
+            )
+            if apart is not None:
+                raise StagelineError(
+                    f"parallelize cut {name}.{own} over {apart}, whose processes have different samples, and each "
+                    'would compute other features of its own: use mesh["tp"] for parallelize_module, and fully_shard '
+                    f"for {apart}"
+                )
 
 
 def compare_ties(host: RankHost, stages: ModelStages) -> None:
@@ -215,7 +287,7 @@ def compare_ties(host: RankHost, stages: ModelStages) -> None:
 def common_seed(host: RankHost, seed: int | None) -> int:
     """The seed of the first process, on all processes: its last 52 bits, which are exact in a float."""
     if seed is not None and not isinstance(seed, int):
-        raise StagelineError(f"seed is a whole number, got {shorten(seed)}")
+        raise StagelineError(f"seed must be an integer, got {shorten(seed)}")
     mine = (torch.initial_seed() if seed is None else seed) & (2**52 - 1)
     return int(host.all_gather(np.array([float(mine)]))[0, 0, 0])
 

@@ -1,4 +1,4 @@
-"""A model in stages: those of this process, compiled if wanted, placed on its ranks; and the owner of every tensor."""
+"""A model in stages: those of this process, compiled if requested, on its ranks; and the owner of every tensor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from stageline.autograd.engine import registered_hooks
 from stageline.autograd.graphs.options import Compile, allow_forms, compile_options
+from stageline.common.errors import StagelineError
 from stageline.distributed.rank_host import RankHost
 from stageline.model.build.build import Description
 from stageline.model.compiled_models import any_compiled
@@ -17,11 +19,11 @@ from stageline.model.split import Staged
 from stageline.model.stage_module.shared_state import SharedState
 from stageline.model.stage_module.stage_module import StagePart
 from stageline.model.units import NoStack, layers_of
-from stageline.runtime._torch_private import compile_forward
+from stageline.runtime._torch_private import compile_forward, has_gradient_hooks, sharded_by_fsdp
+from stageline.runtime.guards.cut_layers import refuse_mixed_optimizers
 from stageline.runtime.guards.foreign_reads import holders_of, readers
-from stageline.runtime.setup.parallelize import Parallelize, apply, materialise_sharded
+from stageline.runtime.setup.parallelize import Parallelize, apply, materialise_sharded, names_of_several, tie_again
 from stageline.runtime.setup.stages import beside, cut
-from stageline.runtime.setup.ties import tie_again, tied_names
 from stageline.runtime.shared_parameters import Placed, place_stages
 from stageline.schedules.placement import Placement
 
@@ -52,6 +54,8 @@ class ModelStages:
     """The processes that hold the same stages: the mesh without "pp"."""
     plain: bool
     """Whether every stage runs once, on its own module: no parameter has two uses."""
+    _hooks: int | None = None
+    """How many hooks were registered when those of parameters were last checked."""
 
     def __init__(self, source: Any, model: nn.Module, stages: int, example: Any) -> None:
         """Cut the model, or keep the reason why only an example can show where to cut."""
@@ -104,12 +108,13 @@ class ModelStages:
                 _, self.parts = cut(self._cut, self.model, self._count, self._example)
         if parallelize is not None:
             own = [(stage, part) for stage, part in enumerate(self.parts) if self.holds(stage)]
-            tied = tied_names(self.model)
+            several = names_of_several(self.model, self.parts)
             apply(parallelize, own, mesh)
             if recipe is not None:
                 materialise_sharded(recipe, [part for _, part in own], seed, device)
             others = [part for stage, part in enumerate(self.parts) if not self.holds(stage)]
-            tie_again(self.model, [part for _, part in own], others, tied)
+            tie_again(self.model, [part for _, part in own], others, several)
+            refuse_mixed_optimizers(named for _, part in own for named in part.named_parameters())
 
     def place(self, compile_: Compile, *, split: bool = False) -> None:
         """Compile the stages of this process, and give each of its ranks the modules of its stages.
@@ -117,7 +122,7 @@ class ModelStages:
         `split` says whether the schedule splits the backward.
         """
         self._compile, self._split = compile_, split
-        if not self.awaits_batch:
+        if compile_ is not False and not self.awaits_batch:
             own = (part for stage, part in enumerate(self.parts) if self.holds(stage))
             compile_units(own, compile_, split=split, sharded=self.sharded)
         self.compiled = compile_ is not False or any_compiled(self.parts)
@@ -158,6 +163,19 @@ class ModelStages:
         """Refuse running statistics that two stages would update."""
         if not self.awaits_batch and self.shared_state.norms:
             self.shared_state.refuse_norms()
+
+    def refuse_hooks(self) -> None:
+        """Refuse hooks of gradients that FSDP2 would not call: it computes those of gathered parameters."""
+        if self._hooks != registered_hooks():
+            self._hooks = registered_hooks()
+            sharded = sharded_by_fsdp(self.local_parts())
+            for name, parameter in self.named_parameters():
+                if parameter in sharded and has_gradient_hooks(parameter):
+                    raise StagelineError(
+                        f"the parameter {name} has a hook, and FSDP2 shards it, so the gradients that are computed are "
+                        "those of gathered parameters, which have no hooks; use register_post_accumulate_grad_hook, "
+                        "which is called once a step with the reduced gradient"
+                    )
 
     # What is here, and whose it is.
 

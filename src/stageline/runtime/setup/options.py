@@ -58,34 +58,36 @@ class PipelineOptions:
     def __post_init__(self) -> None:
         refuse_arrays(self.example, "the example")
         if self.loss_reduction not in ("mean", "sum", "count"):
-            raise StagelineError(f"loss_reduction is 'mean', 'sum' or 'count', got {self.loss_reduction!r}")
+            raise StagelineError(f"loss_reduction must be 'mean', 'sum' or 'count', got {self.loss_reduction!r}")
         dtype, every = self.reduce_dtype, self.replan_every
         penalty: Any = self.penalty
         if not isinstance(self.bucket_mb, int | float) or not self.bucket_mb > 0:
-            raise StagelineError(f"bucket_mb is a size in MiB greater than 0, got {shorten(self.bucket_mb)}")
+            raise StagelineError(f"bucket_mb must be a size in MiB above 0, got {shorten(self.bucket_mb)}")
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise StagelineError(f"reduce_dtype is a floating-point type such as torch.bfloat16, got {shorten(dtype)}")
+            raise StagelineError(
+                f"reduce_dtype must be a floating-point type such as torch.bfloat16, got {shorten(dtype)}"
+            )
         if penalty is not None and not callable(penalty):
             expected = "a function of a parameter's name and the parameter"
-            raise StagelineError(f"penalty is {expected}, got {shorten(penalty)}")
+            raise StagelineError(f"penalty must be {expected}, got {shorten(penalty)}")
         if self.replan not in MODES:
             meant = nearest(str(self.replan), MODES)
-            raise StagelineError(f"replan is 'off', 'warn' or 'auto', got {shorten(self.replan)}{meant}")
+            raise StagelineError(f"replan must be 'off', 'warn' or 'auto', got {shorten(self.replan)}{meant}")
         if not isinstance(every, int) or isinstance(every, bool) or every < 2:
-            raise StagelineError(f"replan_every is a number of steps from 2 on, got {shorten(every)}")
+            raise StagelineError(f"replan_every must be an integer >= 2, got {shorten(every)}")
         for name, value in (("cuda_graphs", self.cuda_graphs), ("shard_optimizer", self.shard_optimizer)):
             if not isinstance(value, bool):
-                raise StagelineError(f"{name} is True or False, got {shorten(value)}")
+                raise StagelineError(f"{name} must be True or False, got {shorten(value)}")
         if isinstance(self.compile, Mapping) and self.compile.get("mode") == "reduce-overhead":
             self.cuda_graphs = True  # inductor's own graphs know nothing of the order of actions
             self.compile = {name: value for name, value in self.compile.items() if name != "mode"} or True
         parallelize: Any = self.parallelize
         if parallelize is not None and not callable(parallelize):
             expected = "a function of a stage and a mesh that changes the stage in place"
-            raise StagelineError(f"parallelize is {expected}, got {shorten(parallelize)}")
+            raise StagelineError(f"parallelize must be {expected}, got {shorten(parallelize)}")
         check_option("reshard_after_forward", self.reshard_after_forward)
         if not callable(self.loss_fn):
-            raise StagelineError(f"loss_fn is a function of output and target, got {shorten(self.loss_fn)}")
+            raise StagelineError(f"loss_fn must be a function of output and target, got {shorten(self.loss_fn)}")
         self.seconds = find_deadline(self.deadline)
 
 
@@ -98,5 +100,5 @@ def find_deadline(deadline: float | None) -> float:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
         name, value = ("deadline", deadline) if deadline is not None else ("STAGELINE_DEADLINE", text)
-        raise StagelineError(f"{name} is a number of seconds above 0, got {value!r}")
+        raise StagelineError(f"{name} must be a number of seconds above 0, got {value!r}")
     return seconds

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -14,8 +16,8 @@ from stageline.model.build.build import Description
 from stageline.model.stage_module.stage_module import StagePart
 from stageline.model.tp_plan import plan_of
 from stageline.model.units import layers_of
-from stageline.runtime._torch_private import attributes_of, parameters_of
-from stageline.runtime.guards.cut_layers import refuse_mixed_optimizers, watch_cut_layers
+from stageline.runtime._torch_private import attributes_of, parameters_of, rootless_lists, share_shard
+from stageline.runtime.guards.cut_layers import watch_cut_layers
 from stageline.runtime.setup.options import PipelineOptions
 from stageline.runtime.setup.tensor_parallel import (
     cut_by_plan,
@@ -24,8 +26,7 @@ from stageline.runtime.setup.tensor_parallel import (
     kept_whole,
     refuse_uneven,
 )
-from stageline.runtime.setup.ties import tied_names
-from stageline.tensors.sharded import is_sharded, part_like
+from stageline.tensors.sharded import is_sharded, part_like, sharding_text
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,44 +37,88 @@ Parallelize: TypeAlias = "Callable[[Any, Any], Any]"
 """A function of a stage and of the mesh without "pp", which is None with "pp" alone."""
 
 
-def shard_blocks(part: nn.Module, mesh: DeviceMesh | None) -> None:
-    """Apply FSDP2 to every layer or unit of a stage, over dp_shard: what a mesh with dp_shard does by default."""
+def shard_blocks(part: nn.Module, mesh: DeviceMesh | None, tied: Collection[str] = ()) -> None:
+    """Apply FSDP2 to every layer or unit of a stage, over dp_shard: what a mesh with dp_shard does by default.
+
+    `tied` are the names of tied parameters: outside of units, they are cut as those in units are. Parameters without
+    dimensions stay whole, since FSDP2 cuts one.
+    """
     from torch.distributed.fsdp import fully_shard
 
     assert mesh is not None
     assert isinstance(part, nn.Sequential)
-    names = [name for name, _ in part.own_units()] if isinstance(part, StagePart) else [n for n, _ in layers_of(part)]
-    for name in names:
+    if isinstance(part, StagePart):
+        names = [name for name, _ in part.own_units()]
+        names += [name for name, module in part.named_modules() if _has_outside_units(part, name, module, tied)]
+    else:
+        names = [name for name, _ in layers_of(part)]
+    for name in {id(part.get_submodule(name)): name for name in names}.values():  # a layer may be there twice
         module = part.get_submodule(name)
-        if any(True for _ in module.parameters()):
-            fully_shard(module, mesh=mesh["dp_shard"], shard_placement_fn=dimension_to_shard)
+        for own, parameter in module.named_parameters():
+            if not parameter.is_contiguous():
+                raise StagelineError(
+                    f"FSDP2 shards contiguous parameters, and {name}.{own} of shape {tuple(parameter.shape)} has the "
+                    f"strides {parameter.stride()}; create it with .contiguous(), or pass parallelize="
+                )
+        whole = {parameter for parameter in module.parameters() if parameter.dim() == 0}
+        if len(whole) < len(set(module.parameters())):
+            fully_shard(
+                module, mesh=mesh["dp_shard"], shard_placement_fn=dimension_to_shard, ignored_params=whole or None
+            )
+
+
+def _has_outside_units(part: StagePart, name: str, module: nn.Module, tied: Collection[str]) -> bool:
+    """Whether a module itself has one of these parameters, and is outside of the units of its stage."""
+    units = [unit for unit, _ in part.own_units()]
+    if any(name == unit or name.startswith(f"{unit}.") for unit in units):
+        return False
+    return any(f"{name}.{own}" in tied for own in parameters_of(module))
 
 
 def find_parallelize(options: PipelineOptions, layout: Layout, model: nn.Module) -> Parallelize | None:
     """The function that is applied to every stage: the option, or the default of the mesh; None if there is nothing.
 
-    Refuses what does not go together with it yet.
+    Refuses what cannot be combined with it yet.
     """
     function = options.parallelize
     if layout.tensors > 1:
         function = _default_of(model, layout) if function is None else _evenly(function, layout.tensors)
         function = _compared(function) if options.compare_weights else function
     elif function is None and layout.shards > 1:
-        function = shard_blocks
-    if function is not None and layout.in_mesh:
-        _refuse_float8(model)
-        if options.cuda_graphs:
-            raise StagelineError(
-                "cuda_graphs=True does not go together with stages whose parameters are sharded (dp_shard or tp in the "
-                "mesh): a captured action reads its parameters where they were gathered, and runs no collective; leave "
-                "it out, or use a mesh of pp and dp_replicate"
-            )
+        function = partial(shard_blocks, tied=_names_of_tied(model))
+    if function is not None and not layout.in_mesh:
+        return _watched(function, options, model)
+    if function is not None:
+        _refuse_beside_shards(options, model)
         if options.compile is not False and layout.tensors > 1:
             raise StagelineError(
-                f"compile= does not go together with layers that tensor parallel cuts (the mesh has tp "
+                f"compile= cannot be combined with layers that tensor parallel cuts (the mesh has tp "
                 f"{layout.tensors}): what it computes with DTensors is not checked; leave it out, or use dp_shard"
             )
     return function
+
+
+def _refuse_beside_shards(options: PipelineOptions, model: nn.Module) -> None:
+    """Refuse what cannot be combined with sharded parameters."""
+    _refuse_float8(model)
+    if options.cuda_graphs:
+        raise StagelineError(
+            "cuda_graphs=True cannot be combined with stages whose parameters are sharded (dp_shard or tp in the "
+            "mesh): a captured action reads its parameters where they were gathered, and runs no collective; leave "
+            "it out, or use a mesh of pp and dp_replicate"
+        )
+
+
+def _watched(function: Parallelize, options: PipelineOptions, model: nn.Module) -> Parallelize:
+    """A user's function in a mesh of ranks and replicas, where it may shard parameters, too."""
+
+    def apply_watched(part: nn.Module, mesh: DeviceMesh | None) -> Any:
+        answer = function(part, mesh)
+        if any(map(is_sharded, part.parameters())):
+            _refuse_beside_shards(options, model)
+        return answer
+
+    return apply_watched
 
 
 def _default_of(model: nn.Module, layout: Layout) -> Parallelize:
@@ -81,17 +126,17 @@ def _default_of(model: nn.Module, layout: Layout) -> Parallelize:
     plan = plan_of(model)
     if not plan:
         raise StagelineError(
-            f"the mesh has tp {layout.tensors}, and nothing says which layers are cut: {type(model).__name__} has no "
+            f"the mesh has tp {layout.tensors}, but nothing says which layers are cut: {type(model).__name__} has no "
             "tp_plan; pass parallelize=, a function of a stage and the mesh that calls torch's parallelize_module"
         )
-    names = kept_whole(plan, tied_names(model))
+    names, tied = kept_whole(plan, tied_names(model)), _names_of_tied(model)
 
     def cut_and_shard(part: nn.Module, mesh: DeviceMesh) -> None:
         parameters = part.named_parameters(remove_duplicate=False)
         cut_by_plan(part, mesh, plan, {id(parameter) for name, parameter in parameters if name in names})
         refuse_uneven(part, layout.tensors)
         if layout.shards > 1:
-            shard_blocks(part, mesh)
+            shard_blocks(part, mesh, tied)
 
     return cut_and_shard
 
@@ -125,7 +170,7 @@ def _refuse_float8(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if type(module).__name__ == "Float8Linear":
             raise StagelineError(
-                f"{name} is a Float8Linear, and float8 does not go together with stages whose parameters are sharded "
+                f"{name} is a Float8Linear, and float8 cannot be combined with stages whose parameters are sharded "
                 "(dp_shard or tp in the mesh); use bfloat16 there, or float8 in a mesh of pp and dp_replicate"
             )
 
@@ -135,7 +180,10 @@ def apply(function: Parallelize, stages: Sequence[tuple[int, nn.Module]], mesh: 
     for _, part in stages:
         if isinstance(part, StagePart):
             part.replay.twins.prepare()
+            part.separate()
+    cut: dict[int, int] = {}
     for stage, part in stages:
+        _refuse_second_cut(stage, part, cut)
         before = dict(part.named_parameters(remove_duplicate=False))
         with _only_own_units(part):
             answer = function(part, mesh)
@@ -146,7 +194,27 @@ def apply(function: Parallelize, stages: Sequence[tuple[int, nn.Module]], mesh: 
             )
         after = dict(part.named_parameters(remove_duplicate=False))
         _refuse_new_names(stage, before, after)
-    refuse_mixed_optimizers((name, parameter) for _, part in stages for name, parameter in part.named_parameters())
+        for module in part.modules():
+            if any(map(is_sharded, parameters_of(module).values())):
+                cut.setdefault(id(parameters_of(module)), stage)
+        rootless = rootless_lists(part)
+        if rootless:
+            raise StagelineError(
+                f"parallelize applied fully_shard to a list of {len(rootless)} modules of stage {stage}, and to no "
+                "module around them, which FSDP2 needs: call fully_shard(part, mesh=…) last, or pass them one by one"
+            )
+
+
+def _refuse_second_cut(stage: int, part: nn.Module, cut: Mapping[int, int]) -> None:
+    """Refuse a layer that another stage of this process has as well; `cut` are those stages, by their parameters."""
+    for name, module in part.named_modules():
+        first = cut.get(id(parameters_of(module)))
+        if first is not None:
+            raise StagelineError(
+                f"{name} is one layer in the stages {first} and {stage} of the same process, and parallelize cuts a "
+                "layer once; use a schedule with one stage per rank (1f1b), or layers of their own whose parameters "
+                "are tied"
+            )
 
 
 def _refuse_new_names(stage: int, before: dict[str, nn.Parameter], after: dict[str, nn.Parameter]) -> None:
@@ -201,18 +269,94 @@ def materialise_sharded(
         if target is None or not target.is_meta or target is not parameters_of(module)[own]:
             continue
         recipe.materialise({name}.__contains__, seed=seed, device=device)
-        full = parameters_of(module)[own]
+        whole_module, _ = _owner(recipe.model, name)  # what is outside of units, a stage has in a module of its own
+        full = parameters_of(whole_module)[own]
         assert full is not None
         if is_sharded(full):
             continue
         cuts: dict[int, nn.Parameter] = {}
-        for (holder, key), other in zip(owners, targets, strict=True):  # a tied one is computed for all its names
-            if is_sharded(other) and (other is target or parameters_of(holder)[key] is full):
-                if id(other) not in cuts:
-                    cuts[id(other)] = nn.Parameter(part_like(full, other), requires_grad=other.requires_grad)
-                parameters_of(holder)[key] = cuts[id(other)]
+        for (_, key), (holder, attribute), other in zip(names, owners, targets, strict=True):
+            tied = other is target or parameters_of(holder)[attribute] is full or key == name
+            if other is None or not tied:  # a tied one is computed for all its names
+                continue
+            if not is_sharded(other):
+                parameters_of(holder)[attribute] = full
+                continue
+            if id(other) not in cuts:
+                cuts[id(other)] = nn.Parameter(part_like(full, other), requires_grad=other.requires_grad)
+            parameters_of(holder)[attribute] = cuts[id(other)]
 
 
 def _owner(part: nn.Module, name: str) -> tuple[nn.Module, str]:
     path, _, own = name.rpartition(".")
     return part.get_submodule(path), own
+
+
+def tied_names(model: nn.Module) -> list[list[str]]:
+    """The names of every parameter that has several.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> tied_names(nn.Sequential(layer, nn.Tanh(), layer))
+    [['0.weight', '2.weight'], ['0.bias', '2.bias']]
+    """
+    return [names for names in _names_of_parameters(model).values() if len(names) > 1]
+
+
+def _names_of_tied(model: nn.Module) -> frozenset[str]:
+    return frozenset(name for names in tied_names(model) for name in names)
+
+
+def _names_of_parameters(model: nn.Module) -> dict[int, list[str]]:
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return names
+
+
+def names_of_several(model: nn.Module, stages: Iterable[nn.Module]) -> list[list[str]]:
+    """The names of every parameter that is tied, or that stages have outside of their units, each in its own module."""
+    places: dict[int, set[tuple[int, str]]] = defaultdict(set)
+    for root in (model, *stages):
+        for module in root.modules():
+            for own, parameter in parameters_of(module).items():
+                places[id(parameter)].add((id(parameters_of(module)), own))
+    return [names for number, names in _names_of_parameters(model).items() if len(places[number]) > 1]
+
+
+def tie_again(
+    model: nn.Module, own: Sequence[nn.Module], others: Iterable[nn.Module], several: Sequence[Sequence[str]]
+) -> None:
+    """Make the parameters with these names one again: in the model, the stages of this process, and all others.
+
+    `fully_shard`, `parallelize_module` and `materialise_sharded` make several of one. The stages of one process then
+    use one sharded parameter: gradients of all uses add into its `.grad`, and an optimizer has it once. Each stage
+    gathers it for itself; those of one process must be cut in the same way. Where other ranks use it, too, they have it
+    once each, and `shared_parameters` sums the gradients of all ranks.
+    """
+    here: dict[str, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for part in own:
+        for name, _ in part.named_parameters(remove_duplicate=False):
+            here[name].append(_owner(part, name))
+    for names in several:
+        mine = [(name, *place) for name in names for place in here.get(name, ())]
+        values = [parameters_of(module)[attribute] for _, module, attribute in mine]
+        if not mine:
+            continue
+        first_name, first = mine[0][0], values[0]
+        assert first is not None
+        for (name, module, attribute), value in zip(mine[1:], values[1:], strict=True):
+            assert value is not None
+            if sharding_text(value) != sharding_text(first):
+                raise StagelineError(
+                    f"{first_name} and {name} are one parameter; {first_name} {sharding_text(first)} and {name} "
+                    f"{sharding_text(value)}: let parallelize cut both in the same way, or untie them"
+                )
+            if value is not first:
+                share_shard(own, mine[0][1:], (module, attribute))
+        for root in (model, *own, *others):
+            for name in names:
+                path, _, attribute = name.rpartition(".")
+                with suppress(AttributeError):  # another stage's
+                    parameters = parameters_of(root.get_submodule(path))
+                    if attribute in parameters:
+                        parameters[attribute] = first

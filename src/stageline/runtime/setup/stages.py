@@ -93,7 +93,7 @@ def refuse_second(stages: Any) -> None:
         raise UnknownOption(f"the model is passed twice, once as stages={shorten(stages)}; pass it once")
     more = f", or schedule='interleaved', ranks={stages // 2}, chunks=2" if stages > 2 and stages % 2 == 0 else ""
     raise UnknownOption(
-        f"stages={stages} is passed beside the model, but the number of stages follows from the schedule: ranks × "
+        f"stages={stages} is passed with the model, but the number of stages follows from the schedule: ranks × "
         f"chunks; pass ranks={max(stages, 1)} for one stage per rank{more}"
     )
 
@@ -163,7 +163,8 @@ def find_schedule(
     """
     if not isinstance(source, str | Path | Schedule):
         raise StagelineError(
-            f"schedule is a family such as '1f1b', a file, or a schedule from sl.schedule(…), got {shorten(source)}"
+            "schedule must be a family such as '1f1b', a file, or a schedule from sl.schedule(…), "
+            f"got {shorten(source)}"
         )
     if isinstance(source, Schedule) or _is_file(source):
         finished = source if isinstance(source, Schedule) else read_schedule(source)

@@ -6,8 +6,10 @@ const DEFAULTS = { ranks: 4, microbatches: 8, family: "1f1b", chunks: "", waves:
 const PARTS = { parameters: "--run0", gradients: "--run1", optimizer: "--run2", activations: "--run3", buffers: "--run4", snapshot: "--run5", graphs: "--memory", gathered: "--memory" };
 let profile = null; // stays while one looks at another page
 
-export async function show(page) {
-  const { families, looks } = await get("api/catalogue"), state = readState(DEFAULTS), view = new View();
+export async function show(page, isOpen) {
+  const { families, looks } = await get("api/catalogue");
+  if (!isOpen()) return;
+  const state = readState(DEFAULTS), view = new View();
   const side = element("form", { "aria-label": "Plan", onsubmit: event => event.preventDefault() }), work = element("div", { class: "work" });
   page.append(columns("Ranks, family and memory", side, work));
   const message = element("p", { class: "error", hidden: true, role: "alert" }), file = element("input", { type: "file", accept: ".json,application/json", "aria-label": "Profile", onchange: () => take(file.files[0]) });
@@ -63,9 +65,11 @@ export async function show(page) {
   const chart = new Gantt(view, looks, { format: seconds, memoryFormat: size }), numbers = element("div"), keys = element("div"), title = element("h2"), ribbon = cutRibbon(counts => { state.counts = counts.join(","); update(); }), rows = memoryRows();
   board.append(element("div", { class: "bar" }, title, element("button", { type: "button", onclick: () => { profile = null; state.counts = ""; update(); } }, "Another profile")), element("h3", {}, "Cut: drag a border, or choose it and use the arrow keys"), ribbon.box, element("h3", {}, "Step"), numbers, keys, chart.canvas, element("h3", {}, "Memory of each rank"), rows.box);
   const update = latest(async () => {
+    if (!isOpen()) return;
     writeState("plan", state, DEFAULTS);
     board.hidden = !profile; drop.hidden = Boolean(profile);
     if (!profile) return;
+    const { counts } = state;
     try {
       const answer = await postArrays("api/plan", request());
       message.hidden = true;
@@ -74,7 +78,8 @@ export async function show(page) {
       title.replaceChildren(profile.name, " ", element("small", {}, `${profile.layers.length} layers, ${profile.where}`));
       numbers.replaceChildren(figures(times, structure, { format: seconds, memoryFormat: size, memoryName: "Peak activations" }));
       keys.replaceChildren(legend(view, looks));
-      view.fit(); view.redraw(); ribbon.set(answer); rows.set(answer, +state.memory ? +state.memory * gib : null);
+      view.fit(); view.redraw(); rows.set(answer, +state.memory ? +state.memory * gib : null);
+      if (state.counts === counts) ribbon.set(answer);  // otherwise the border has moved on, and its answer is next
     } catch (error) { fail(error); }
   });
   const redraw = () => { view.redraw(); ribbon.draw(); }, dark = matchMedia("(prefers-color-scheme: dark)");
@@ -107,7 +112,11 @@ function cutRibbon(change) {
     ends.forEach((end, at) => {
       const start = ends[at - 1] ?? 0, room = (end - start) * wide, words = room > 92 ? `stage ${at}, rank ${answer.ranks[at]}` : room > 20 ? String(at) : "";
       c.fillStyle = colour("--ink"); c.fillText(words, (start + end) / 2 * wide, 10);
-      if (at < ends.length - 1) { c.fillStyle = colour(at === chosen ? "--accent" : "--ink"); c.fillRect(end * wide - 1.5, 2, 3, height - 2); c.beginPath(); c.arc(end * wide, height / 2 + 8, 6, 0, 7); c.fill(); }
+      if (at < ends.length - 1) {  // a border stands out from the colours beside it by its edge
+        c.fillStyle = colour("--paper"); c.fillRect(end * wide - 3, 2, 6, height - 2);
+        c.fillStyle = colour(at === chosen ? "--accent" : "--ink"); c.fillRect(end * wide - 1.5, 2, 3, height - 2);
+        c.strokeStyle = colour("--paper"); c.lineWidth = 2; c.beginPath(); c.arc(end * wide, height / 2 + 8, at === chosen ? 8 : 6, 0, 7); c.fill(); c.stroke();
+      }
     });
     const list = borders();
     if (list.length) {

@@ -6,8 +6,10 @@ import { figures, Gantt, legend, View } from "./gantt.js";
 const EVERY = 1000, DEFAULTS = { hidden: "", run: 0 };
 const COLUMNS = ["step", "loss", "tokens_per_s", "bubble", "planned_bubble", "memory", "grad_norm", "lr", "seconds"];
 
-export async function show(page) {
-  const { looks } = await get("api/catalogue"), state = readState(DEFAULTS), runs = [];
+export async function show(page, isOpen) {
+  const { looks } = await get("api/catalogue");
+  if (!isOpen()) return;
+  const state = readState(DEFAULTS), runs = [];
   const work = element("div", { class: "work" }), list = element("div", { class: "runs" }), status = element("p", { class: "bad", role: "status" });
   const cursor = new Cursor(), chart = (title, format, options) => new StepChart(cursor, title, format, options);
   const charts = {
@@ -77,7 +79,7 @@ export async function show(page) {
     view.fit(); view.whole();
   }
 
-  let timer = 0, closed = false, first = true;
+  let timer = 0, first = true;
   async function poll() {
     try {
       const answer = await postArrays("api/runs", { known: runs.map(run => ({ version: run.version, generation: run.generation, steps: run.steps.step.length })) });
@@ -86,12 +88,12 @@ export async function show(page) {
       if (!runs.length) { list.replaceChildren(element("p", {}, "No runs are open. End the studio and start it with the folders of some: "), element("code", {}, "stageline studio outputs")); return; }
       if (changed || first) { first = false; drawList(); drawCharts(); drawEvents(); drawDifferences(answer.differences); await drawTimelines(); }
     } catch (error) { status.textContent = error.message; }
-    if (!closed) timer = setTimeout(poll, EVERY);
+    if (isOpen()) timer = setTimeout(poll, EVERY);
   }
   const redraw = () => { Object.values(charts).forEach(each => each.draw()); view.redraw(); }, dark = matchMedia("(prefers-color-scheme: dark)");
   addEventListener("resize", redraw); dark.addEventListener("change", redraw);
   await poll();
-  return () => { closed = true; clearTimeout(timer); removeEventListener("resize", redraw); dark.removeEventListener("change", redraw); };
+  return () => { clearTimeout(timer); removeEventListener("resize", redraw); dark.removeEventListener("change", redraw); };
 }
 
 // Memory is logged when it changes: it stays as it was until the next change.

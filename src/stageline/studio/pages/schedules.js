@@ -9,8 +9,9 @@ const COSTS = [
   ["transfer", "Transfer", "Time of a message between two ranks"], ["activation", "Activation", "Memory from F to B or I"], ["residue", "Residue", "Memory from I to W"]];
 const NONE = "none", SYNTHESIZED = "synthesized";
 
-export async function show(page) {
+export async function show(page, isOpen) {
   const { families, looks } = await get("api/catalogue");
+  if (!isOpen()) return;
   const state = readState(DEFAULTS), view = new View();
   const side = element("form", { "aria-label": "Schedules and costs", onsubmit: event => event.preventDefault() }), work = element("div", { class: "work" });
   page.append(columns("Schedules and costs", side, work));
@@ -27,6 +28,7 @@ export async function show(page) {
   const panels = Object.fromEntries(["a", "b"].map(name => [name, makePanel(name, view, looks, () => update())]));
   const shown = () => ["a", "b"].filter(name => state[name] !== NONE);
   const update = latest(async () => {
+    if (!isOpen()) return;
     writeState("schedules", state, DEFAULTS); share.value = location.href;
     const names = shown();
     try {

@@ -158,8 +158,18 @@ def shown_time(timeline: Timeline, time: float) -> str:
 
 
 def memory_unit(timeline: Timeline) -> str:
-    """Return the unit of a timeline's memory; a measured step knows how many microbatches a rank holds."""
-    return "microbatches" if timeline.costs is None else timeline.costs.memory_unit
+    """Return the unit of a timeline's memory; a measured step knows how many microbatches a rank holds.
+
+    >>> import stageline as sl
+    >>> memory_unit(sl.simulate(sl.schedule("zb-v", ranks=2, microbatches=4)))
+    'microbatches of one stage'
+    """
+    costs, schedule = timeline.costs, timeline.schedule
+    if costs is not None and costs.memory_unit != "microbatches":
+        return costs.memory_unit
+    activation = 1.0 if costs is None else np.max(costs.activation)
+    of_stage = activation * schedule.stages > schedule.ranks  # else the activations of a rank's stages add up to 1
+    return "microbatches of one stage" if of_stage else "microbatches"
 
 
 def shown_memory(timeline: Timeline) -> str:

@@ -37,71 +37,90 @@ def trace(timelines: Timeline | Sequence[Timeline], unit: float = 1000.0, *, nam
 def _events(
     timeline: Timeline, unit: float, numbers: Iterator[int], name: str, arrows: Iterator[int]
 ) -> Iterator[dict[str, Any]]:
-    schedule = timeline.schedule
     timeline.require_one_clock("trace on one time axis")
-    origin = timeline.first_start
-    process_of: dict[int, int] = {}
-    for host, ranks in (timeline.ranks_by_host or {"": list(range(schedule.ranks))}).items():
-        process = next(numbers)
-        process_of |= dict.fromkeys(ranks, process)
-        yield {
-            "ph": "M",
-            "pid": process,
-            "name": "process_name",
-            "args": {"name": f"{name} on {host}" if host else name},
-        }
-        if timeline.uncertainty:
-            label = f"clocks agree within {timeline.uncertainty * unit / 1e3:.3g} ms"
-            yield {"ph": "M", "pid": process, "name": "process_labels", "args": {"labels": label}}
-    for rank, process in sorted(process_of.items()):
-        yield {"ph": "M", "pid": process, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}
-    slices: dict[Any, tuple[float, float]] = {}
-    for entry in timeline.actions():
-        slices[entry.action] = ((entry.start - origin) * unit, (entry.end - entry.start) * unit)
-        yield {
+    tracks = _Tracks(timeline, unit)
+    yield from tracks.titles(numbers, name)
+    yield from tracks.actions()
+    yield from tracks.shards()
+    yield from tracks.messages(arrows)
+    yield from tracks.memory()
+
+
+class _Tracks:
+    """The events of one timeline: one process per host, and one track per rank."""
+
+    def __init__(self, timeline: Timeline, unit: float) -> None:
+        self._timeline, self._unit, self._origin = timeline, unit, timeline.first_start
+        self._process_of: dict[int, int] = {}
+        self._slices: dict[Any, tuple[float, float]] = {}
+        """The start and the length of every action."""
+
+    def titles(self, numbers: Iterator[int], name: str) -> Iterator[dict[str, Any]]:
+        timeline = self._timeline
+        for host, ranks in (timeline.ranks_by_host or {"": list(range(timeline.schedule.ranks))}).items():
+            process = next(numbers)
+            self._process_of |= dict.fromkeys(ranks, process)
+            yield self._title(process, "process_name", {"name": f"{name} on {host}" if host else name})
+            if timeline.uncertainty:
+                label = f"clocks agree within {timeline.uncertainty * self._unit / 1e3:.3g} ms"
+                yield self._title(process, "process_labels", {"labels": label})
+        for rank, process in sorted(self._process_of.items()):
+            yield self._title(process, "thread_name", {"name": f"rank {rank}"}, track=rank)
+
+    def actions(self) -> Iterator[dict[str, Any]]:
+        for entry in self._timeline.actions():
+            action = entry.action
+            self._slices[action] = (self._at(entry.start), (entry.end - entry.start) * self._unit)
+            meaning = {"kind": action.kind, "stage": action.stage, "microbatch": action.microbatch}
+            yield self._slice(entry, entry.rank, str(action), LOOKS[action.kind].meaning, meaning)
+
+    def shards(self) -> Iterator[dict[str, Any]]:
+        """Shard actions have a track of their own, below those of the ranks."""
+        titled: set[int] = set()
+        for box in shard_boxes(self._timeline):
+            track = self._timeline.schedule.ranks + box.rank
+            if track not in titled:
+                titled.add(track)
+                text = {"name": f"shards of rank {box.rank}"}
+                yield self._title(self._process_of[box.rank], "thread_name", text, track=track)
+            name, meaning = f"{box.letter} stage {box.stage}", SHARD_LOOKS[box.letter].meaning
+            yield self._slice(box, track, name, meaning, {"stage": box.stage})
+
+    def messages(self, arrows: Iterator[int]) -> Iterator[dict[str, Any]]:
+        for message in self._timeline.messages():
+            arrow = f"{message.sender} to {message.receiver}"
+            common = {"cat": "transfer", "name": arrow, "id": next(arrows)}
+            # Viewers attach an arrow to the slice that is open at its time, so it starts just before its sender ends
+            # and ends just after its receiver starts; the true times of the message are in its arguments.
+            sender, receiver = self._slices[message.sender], self._slices[message.receiver]
+            transit = {"sent": self._at(message.start), "arrived": self._at(message.end)}
+            source, target = message.source_rank, message.target_rank
+            out, into = ({"pid": self._process_of[rank], "tid": rank} for rank in (source, target))
+            yield {"ph": "s", **out, "ts": sender[0] + 0.99 * sender[1], "args": transit, **common}
+            yield {"ph": "f", "bp": "e", **into, "ts": receiver[0] + 0.01 * receiver[1], **common}
+
+    def memory(self) -> Iterator[dict[str, Any]]:
+        for rank in range(self._timeline.schedule.ranks):
+            times, levels = self._timeline.memory(rank)
+            common = {"ph": "C", "pid": self._process_of[rank], "name": f"memory of rank {rank}"}
+            for time, level in zip(times.tolist(), levels.tolist(), strict=True):
+                yield {**common, "ts": self._at(time), "args": {"held": level}}
+
+    def _at(self, time: float) -> float:
+        return (time - self._origin) * self._unit
+
+    def _title(self, process: int, name: str, text: dict[str, str], track: int | None = None) -> dict[str, Any]:
+        of_track = {} if track is None else {"tid": track}
+        return {"ph": "M", "pid": process, **of_track, "name": name, "args": text}
+
+    def _slice(self, box: Any, track: int, name: str, category: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        return {
             "ph": "X",
-            "pid": process_of[entry.rank],
-            "tid": entry.rank,
-            "name": str(entry.action),
-            "cat": LOOKS[entry.action.kind].meaning,
-            "ts": (entry.start - origin) * unit,
-            "dur": (entry.end - entry.start) * unit,
-            "args": {"kind": entry.action.kind, "stage": entry.action.stage, "microbatch": entry.action.microbatch},
+            "pid": self._process_of[box.rank],
+            "tid": track,
+            "name": name,
+            "cat": category,
+            "ts": self._at(box.start),
+            "dur": (box.end - box.start) * self._unit,
+            "args": arguments,
         }
-    shards = schedule.ranks  # a track of their own below those of the ranks
-    for box in shard_boxes(timeline):
-        if shards + box.rank not in slices:
-            slices[shards + box.rank] = (0.0, 0.0)
-            process, name = process_of[box.rank], f"shards of rank {box.rank}"
-            yield {"ph": "M", "pid": process, "tid": shards + box.rank, "name": "thread_name", "args": {"name": name}}
-        yield {
-            "ph": "X",
-            "pid": process_of[box.rank],
-            "tid": shards + box.rank,
-            "name": f"{box.letter} stage {box.stage}",
-            "cat": SHARD_LOOKS[box.letter].meaning,
-            "ts": (box.start - origin) * unit,
-            "dur": (box.end - box.start) * unit,
-            "args": {"stage": box.stage},
-        }
-    for message in timeline.messages():
-        arrow = f"{message.sender} to {message.receiver}"
-        common = {"cat": "transfer", "name": arrow, "id": next(arrows)}
-        # Viewers attach an arrow to the slice that is open at its time, so it starts just before its sender ends and
-        # ends just after its receiver starts; the true times of the message are in its arguments.
-        sender, receiver = slices[message.sender], slices[message.receiver]
-        transit = {"sent": (message.start - origin) * unit, "arrived": (message.end - origin) * unit}
-        source, target = message.source_rank, message.target_rank
-        out, into = {"pid": process_of[source], "tid": source}, {"pid": process_of[target], "tid": target}
-        yield {"ph": "s", **out, "ts": sender[0] + 0.99 * sender[1], "args": transit, **common}
-        yield {"ph": "f", "bp": "e", **into, "ts": receiver[0] + 0.01 * receiver[1], **common}
-    for rank in range(schedule.ranks):
-        times, levels = timeline.memory(rank)
-        for time, level in zip(times.tolist(), levels.tolist(), strict=True):
-            yield {
-                "ph": "C",
-                "pid": process_of[rank],
-                "name": f"memory of rank {rank}",
-                "ts": (time - origin) * unit,
-                "args": {"held": level},
-            }

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-import shutil
-import tempfile
 import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +18,7 @@ from typing import Any
 
 from stageline.common.errors import CheckpointError
 from stageline.common.imports import require
+from stageline.common.temporary_folder import TemporaryFolder
 
 
 class RemotePath:
@@ -207,7 +205,7 @@ class Mirror:
         """Nothing is copied yet."""
         self.folder = folder
         self._lock = threading.Lock()
-        self._remove: Callable[[], object] = lambda: None
+        self._temporary: TemporaryFolder | None = None
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -216,9 +214,8 @@ class Mirror:
 
     @cached_property
     def _local(self) -> Path:
-        local = tempfile.mkdtemp(prefix="stageline-checkpoint-")
-        self._remove = weakref.finalize(self, shutil.rmtree, local, ignore_errors=True)
-        return Path(local)
+        self._temporary = TemporaryFolder("checkpoint-")
+        return self._temporary.path
 
     def fetch(self, name: str) -> Path:
         """Return a local copy of a file."""
@@ -230,4 +227,5 @@ class Mirror:
 
     def close(self) -> None:
         """Remove the local copies."""
-        self._remove()
+        if self._temporary is not None:
+            self._temporary.remove()

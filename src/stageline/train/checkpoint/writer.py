@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from stageline._version import __version__
 from stageline.common.errors import CheckpointError, JsonError, shorten
+from stageline.common.temporary_folder import TemporaryFolder
 from stageline.distributed.bootstrap import lost_rank
 from stageline.train.checkpoint.folder import (
     LATEST,
@@ -292,9 +292,9 @@ class Writer:
         """Write a file of tensors; one for an object store is written to a local disk first."""
         if isinstance(path, Path):
             return write_tensors(path, entries, self.number, _check_ranks)
-        with tempfile.TemporaryDirectory(prefix="stageline-upload-") as local:
-            written = write_tensors(Path(local) / path.name, entries, self.number, _check_ranks)
-            path.upload(Path(local) / path.name)
+        with TemporaryFolder("upload-") as local:
+            written = write_tensors(local / path.name, entries, self.number, _check_ranks)
+            path.upload(local / path.name)
         return written
 
     def _publish(self, job: _Job, own: WriterReport) -> None:

@@ -65,7 +65,7 @@ class Model:
     tokenizer_path: str = _same(
         "auto",
         "bytes; python, 1,024 byte pairs of Python code; a Hugging Face tokenizer.json; or auto: python for the "
-        "built-in GPT on the python data set, else bytes.",
+        "built-in GPT on the python dataset, else bytes.",
     )
 
 
@@ -75,13 +75,14 @@ class Training:
 
     dataset: str = _same(
         "python",
-        "python, the source code of Python's standard library; text, text files or folders; memmap, a file of tokens; "
-        "dataset, a Hugging Face data set on disk; or package.module:function that returns an iterable.",
+        "python, the code of Python's standard library; text, text files or folders; memmap, a file of tokens; "
+        "dataset, a Hugging Face dataset on disk, or .jsonl or .parquet files; or package.module:function that "
+        "returns an iterable.",
     )
     dataset_path: str = _same(
         "", "Path of the data: a file, a folder, or several separated by commas.", example="data/train.txt"
     )
-    dataset_column: str = _same("text", "Text column of a Hugging Face data set.")
+    dataset_column: str = _same("text", "Text column of a dataset.")
     dataset_dtype: Literal["uint8", "uint16", "int32", "uint32", "int64"] = _same(
         "uint16", "Data type of a file of tokens; a .npy file states its own."
     )
@@ -89,10 +90,10 @@ class Training:
     local_batch_size: PositiveInt = _option(16, "Samples per replica in one pipeline step.")
     global_batch_size: NonNegativeInt = _option(
         0,
-        "Samples per optimizer step over all replicas; gradients are accumulated where it exceeds one batch per "
+        "Samples per optimizer step over all replicas; gradients are accumulated if this exceeds one batch per "
         "replica. 0 means local_batch_size times the number of replicas.",
     )
-    steps: PositiveInt = _warning(400, "Number of optimizer steps.")
+    steps: PositiveInt = _warning(800, "Number of optimizer steps.")
     time_limit: NonNegative = _option(
         0.0, "Minutes after which the job saves a checkpoint and stops; 0 means no limit."
     )
@@ -111,10 +112,11 @@ class Training:
     seed: Annotated[int, Range(0, 2**63 - 1)] = _same(0, "Random seed of weights, dropout and data order.")
     continuous_steps: bool = _option(
         False,
-        "Let a rank start the next step before the others end the last one, with the same results. It needs float32 "
-        "parameters, no float16, no gradient accumulation, and memory for a copy of parameters and optimizer state.",
+        "Let a rank start the next step before the others have finished the current one, with the same results. This "
+        "needs float32 parameters, no float16, no Muon, no gradient accumulation, and memory for a copy of parameters "
+        "and optimizer state.",
     )
-    deterministic: bool = _warning(False, "Refuse operators without a deterministic kernel.")
+    deterministic: bool = _warning(False, "Raise an error for operators without a deterministic kernel.")
 
 
 @dataclass
@@ -122,7 +124,7 @@ class Optimizer:
     """One of torch's optimizers."""
 
     name: Literal["AdamW", "Adam", "SGD", "Adafactor", "Muon"] = _same("AdamW", "Class in torch.optim.")
-    lr: Positive = _same(5e-3, "Peak learning rate.")
+    lr: Positive = _same(1e-2, "Peak learning rate.")
     beta1: Annotated[float, Range(0, below=1)] = _same(0.9, "First beta of AdamW and Adam; momentum of SGD and Muon.")
     beta2: Annotated[float, Range(0, below=1)] = _same(0.95, "Second beta of AdamW and Adam.")
     eps: Positive = _same(1e-8, "Epsilon of AdamW and Adam.")
@@ -159,8 +161,8 @@ class Parallelism:
     pipeline_parallel_degree: Degree = _option(
         -1,
         "Ranks per pipeline; -1 takes all processes that the other degrees leave. stageline train starts one process "
-        "per GPU, or without GPUs one per core up to 4. 0 takes the number of a schedule file, or else up to 4. If "
-        "unset, it is 0 if another degree is -1.",
+        "per GPU, or without GPUs one per core up to 4. 0 takes the number of a schedule file, or up to 4 without one. "
+        "If another degree is -1, the default is 0.",
     )
     data_parallel_replicate_degree: Degree = _option(
         1,
@@ -191,14 +193,14 @@ class Parallelism:
     )
     pipeline_parallel_microbatch_size: PositiveInt = _warning(2, "Samples per microbatch.")
     pipeline_parallel_chunks: NonNegativeInt = _option(
-        0, "Stages per rank, for families with that choice; 0 uses the family's default."
+        0, "Stages per rank, for families with this option; 0 uses the family's default."
     )
     pipeline_parallel_split: Literal["time", "parameters", "layers"] = _option(
         "time", "What the split into stages balances: measured time, parameters, or the number of layers."
     )
     replan: Literal["off", "warn", "auto"] = _option(
         "off",
-        "If stage times drift from the profile: report it (warn), or switch to a better order of the stages (auto).",
+        "If stage times drift from the profile: report it (warn), or switch to a better order of actions (auto).",
     )
     replan_freq: Annotated[int, Range(2)] = _option(10, "Steps between two checks for drift.")
     stragglers: bool = _option(True, "Report a stage that has become slower than the others and stays so.")
@@ -210,7 +212,7 @@ class ActivationCheckpoint:
     """What is recomputed to save memory."""
 
     mode: Literal["none", "selective", "full"] = _option(
-        "none", "none; full, whole stages; selective, the modules listed below."
+        "none", "none; full, all stages; selective, the modules listed below."
     )
     modules: tuple[str, ...] = _option(
         (), "Modules to recompute with selective; * matches any part of a name.", example=("blocks.*.mlp",)
@@ -237,7 +239,9 @@ class Checkpoint:
     )
     interval: PositiveInt = _option(100, "Steps between checkpoints; the last step always has one.")
     keep_latest_k: NonNegativeInt = _option(3, "Number of newest checkpoints to keep; 0 keeps all.")
-    async_mode: Literal["disabled", "async"] = _option("async", "async writes while training continues.")
+    async_mode: Literal["disabled", "async"] = _option(
+        "async", "async writes while training continues; disabled waits until a checkpoint is written."
+    )
     load_step: Annotated[int, Range(-1)] = _option(
         -1, "Resume from the checkpoint of this step; -1 is the newest intact one."
     )
@@ -245,7 +249,7 @@ class Checkpoint:
         "",
         "Initialize the weights from a checkpoint, from safetensors files, or from a model of the Hugging Face hub "
         "(owner/name).",
-        example="outputs/checkpoint/step-200",
+        example="outputs/checkpoint/step-00000200",
     )
 
 
@@ -286,7 +290,7 @@ class Comm:
     """Communication between ranks."""
 
     train_timeout_seconds: Positive = _option(
-        60.0, "Seconds without a sign of life from a rank until the job fails and names it."
+        60.0, "Seconds of silence from a rank after which the job fails and names it."
     )
 
 
@@ -294,10 +298,12 @@ class Comm:
 class Recovery:
     """What happens when a rank is lost; for jobs that stageline itself starts as processes."""
 
-    max_restarts: NonNegativeInt = _option(3, "How many losses of a rank the job survives; 0 ends it at the first.")
+    max_restarts: NonNegativeInt = _option(
+        3, "Number of lost ranks that the job survives; 0 ends it at the first loss."
+    )
     on_loss: tuple[str, ...] = _option(
         ("restart", "spare"),
-        "What to do after a loss; the first possible action is taken. restart starts the lost rank again; spare lets a "
+        "What to do after a loss; the first possible action is taken. restart restarts the lost rank; spare lets a "
         "spare process take its place; shrink_replicas trains with the other replicas until it is back; replan makes "
         "a new plan for the remaining ranks.",
     )
@@ -313,9 +319,14 @@ class Recovery:
 class Sample:
     """Sample text from the trained language model."""
 
-    tokens: NonNegativeInt = _option(200, "Number of tokens; 0 disables the sample.")
-    prompt: str = _option("def ", "Prompt that the text continues.")
-    temperature: NonNegative = _option(0.5, "Sampling temperature; 0 always picks the most likely token.")
+    tokens: NonNegativeInt = _option(
+        200, "Number of tokens; 0 disables the sample. It ends with the last complete line, if there is one."
+    )
+    prompt: str = _option("def", "Prompt that the text continues.")
+    temperature: NonNegative = _option(0.4, "Sampling temperature; 0 always picks the most likely token.")
+    top_p: Annotated[float, Range(maximum=1, above=0)] = _option(
+        0.9, "Draw from the most likely tokens whose probabilities add up to this; 1 means all tokens."
+    )
 
 
 @dataclass
@@ -324,7 +335,7 @@ class Config:
 
     >>> config = Config()
     >>> config.training.steps, config.parallelism.pipeline_parallel_schedule
-    (400, 'auto')
+    (800, 'auto')
     """
 
     job: Job = field(default_factory=Job)

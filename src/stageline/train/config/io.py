@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from stageline._version import __version__
 from stageline.common.checked_json import Range, convert, describe
 from stageline.common.errors import JsonError, StagelineError, nearest, shorten
+from stageline.distributed.layout import OTHERS
 from stageline.train.config.config import Config
 from stageline.train.config.ranks import close_degrees, open_degrees
 
@@ -147,12 +148,21 @@ def sections() -> MappingProxyType[str, type[Any]]:
     return MappingProxyType({field.name: hints[field.name] for field in fields(Config)})
 
 
+NOT_SUPPORTED = {"context_parallel_degree": "cp", "expert_parallel_degree": "ep"}
+"""Options of torchtitan for dimensions of a mesh that a pipeline does not know."""
+
+
 def did_you_mean(key: str, prefix: str = "") -> str:
     """Suggest an option for an unknown key: the same name in another section, or the nearest; empty if none is near.
 
     `prefix` is put before the suggested names.
+
+    >>> did_you_mean("parallelism.expert_parallel_degree")
+    '; expert parallel is not supported: keep all experts of a layer on a rank, and shard them with dp_shard'
     """
     section, _, name = key.replace("-", "_").rpartition(".")
+    if name in NOT_SUPPORTED:
+        return f"; {OTHERS[NOT_SUPPORTED[name]]}"
     namesakes = [option.key for option in options().values() if option.name == name]
     if namesakes:
         near_section = _closest(section, [namesake.split(".")[0] for namesake in namesakes]) if section else None

@@ -1,4 +1,4 @@
-"""The degrees of a job: ranks, replicas, shards and tensor parallel, where the config leaves one open."""
+"""The degrees of a job: ranks, replicas, shards and tensor parallel, if the config leaves one open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules that no single option can check: whether options go together, and whether the files they name exist."""
+"""Rules that no single option can check: whether options can be combined, and whether the files they name exist."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _model(config: Config) -> Iterator[str]:
         )
     if model.name != "gpt" and ":" not in model.name:
         yield from _hugging_face(Path(model.name))
-    if model.tokenizer_path not in TOKENIZERS and not Path(model.tokenizer_path).is_file():
+    if model.tokenizer_path not in TOKENIZERS and not os.path.isfile(model.tokenizer_path):
         yield (
             f"model.tokenizer_path is {show(model.tokenizer_path)}, which does not exist; use a tokenizer.json, or "
             f"{', '.join(TOKENIZERS)}{nearest(model.tokenizer_path, TOKENIZERS)}"
@@ -72,8 +72,8 @@ def _model(config: Config) -> Iterator[str]:
 
 
 def _hugging_face(path: Path) -> Iterator[str]:
-    shown, file = show(str(path)), path / "config.json" if path.is_dir() else path
-    if not file.is_file():
+    shown, file = show(str(path)), path / "config.json" if os.path.isdir(path) else path
+    if not os.path.isfile(file):
         if not is_hub_name(str(path)):
             yield (
                 f"model.name is {shown}; it must be gpt{nearest(str(path), ['gpt'])}, an existing config.json, a "
@@ -115,7 +115,7 @@ def _data(config: Config) -> Iterator[str]:
     paths = {"training.dataset_path": training.dataset_path, "validation.dataset_path": validation.dataset_path}
     for key, names in paths.items() if ":" not in training.dataset else ():
         for name in filter(None, map(str.strip, names.split(","))):
-            if not Path(name).exists():
+            if not os.path.exists(name):
                 yield f"{key} names {show(name)}, which does not exist"
     if validation.dataset_path and not validation.enable:
         yield (
@@ -360,7 +360,7 @@ def _recovery(config: Config) -> Iterator[str]:
     yield from (f"recovery.on_loss {error}" for error in action_errors(recovery.on_loss))
     if recovery.spares and not recovery.max_restarts:
         yield (
-            f"recovery.spares is {recovery.spares}, and they take the place of lost ranks only if "
+            f"recovery.spares is {recovery.spares}, but they take the place of lost ranks only if "
             "recovery.max_restarts is above 0; it is 0"
         )
 
@@ -391,7 +391,7 @@ def needs_no_preflight(config: Config) -> bool:
     """
     built_in = config.model.name == "gpt" and config.model.tokenizer_path in TOKENIZERS and not config.model.vocab_size
     plain = config.training.dataset == "python" and config.training.loss == "cross_entropy"
-    new = not Path(config.job.dump_folder).exists() and not config.checkpoint.initial_load_path
+    new = not os.path.exists(config.job.dump_folder) and not config.checkpoint.initial_load_path
     selects = config.activation_checkpoint.mode == "selective" or config.checkpoint.load_step >= 0
     validates = config.validation.patience or config.validation.dataset_path
     pipelined = config.parallelism.tensor_parallel_degree <= 1

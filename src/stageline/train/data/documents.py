@@ -1,17 +1,21 @@
-"""Documents from text files, tables, Hugging Face datasets or Python's own source, and their tokens."""
+"""Documents from text, .jsonl and .parquet files, Hugging Face datasets or Python's own source, and their tokens."""
 
 from __future__ import annotations
 
+import ast
+import gc
 import hashlib
 import json
 import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +28,12 @@ from stageline.train.data.tokenizer import Tokenizer, encode_documents, smallest
 
 LIBRARY_BYTES = 4_000_000
 """Maximum number of bytes to read of the standard library."""
+
+MAX_LINE = 100
+"""Longer lines are left out: they are mostly tables of data."""
+
+MAX_DIGITS = 5
+"""Lines with more digits are left out, too."""
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 """Folders that are not part of the library's own code."""
@@ -51,7 +61,7 @@ def text_documents(paths: str) -> Documents:
 
 
 def python_documents() -> Documents:
-    """Return the source of Python's standard library: the first megabytes, sorted by name."""
+    """Return the code of Python's standard library: the first megabytes of its source, sorted by name."""
     folder = Path(sysconfig.get_path("stdlib"))
     files = [
         file
@@ -70,7 +80,57 @@ def python_documents() -> Documents:
             '"text" and training.dataset_path'
         )
     description = f"the standard library of Python {sys.version_info[0]}.{sys.version_info[1]}"
-    return Documents("python", description, digest_files(selected), lambda: map(read_text, selected))
+    identity = digest(digest_files(selected), "statements without tables")
+    return Documents("python", description, identity, lambda: _statements(map(read_text, selected)))
+
+
+def _statements(sources: Iterable[str]) -> list[str]:
+    """Return Python code with one statement per line, without comments, docstrings and tables of data.
+
+    >>> print(_statements(["x = f(1,  # one\\n      2)\\ndef g():\\n    'Two.'\\n    return x\\n"])[0], end="")
+    x = f(1, 2)
+    <BLANKLINE>
+    def g():
+        return x
+    """
+    collects = gc.isenabled()
+    gc.disable()  # trees have no cycles, and looking for them takes as long as parsing
+    try:
+        texts = []
+        for source in sources:
+            tree = ast.parse(source)
+            _remove_docstrings(tree)
+            lines = ast.unparse(tree).split("\n")
+            texts.append("".join(f"{line}\n" for line in lines if not _is_table(line)))
+        return texts
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _is_table(line: str) -> bool:
+    """Whether a line is likely part of a table of data. Lines that open a block are kept.
+
+    >>> _is_table("codes = (112, 113, 114)"), _is_table("if size == 112:")
+    (True, False)
+    """
+    digits = sum(character.isdigit() for character in line)
+    return not line.endswith(":") and (len(line) > MAX_LINE or digits > MAX_DIGITS)
+
+
+def _remove_docstrings(tree: ast.Module) -> None:
+    blocks: list[Any] = [tree]
+    while blocks:
+        block = blocks.pop()
+        if isinstance(block, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            block.body = [statement for statement in block.body if not _is_text(statement)] or [ast.Pass()]
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            blocks += getattr(block, name, ())
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    value = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)
 
 
 def document_tokens(
@@ -88,6 +148,33 @@ def document_tokens(
         if not cache_file.exists():
             _write_atomically(cache_file, _encode(documents, tokenizer))
         array = np.load(cache_file, mmap_mode="r", allow_pickle=False)
+    return _tokens_of(documents, tokenizer, seq_len, array)
+
+
+def python_tokens(tokenizer: Tokenizer, seq_len: int) -> Tokens:
+    """Encode the code of Python's standard library, or read the tokens from the user's cache folder.
+
+    Making them takes seconds, at every start of every rank. The checksums of the file tell whether it is damaged.
+    """
+    documents = python_documents()
+    file = cache_folder() / f"python-{digest(documents.digest, tokenizer.fingerprint)}.npz"
+    with suppress(OSError, EOFError, KeyError, ValueError, BadZipFile), np.load(file, allow_pickle=False) as saved:
+        return _tokens_of(documents, tokenizer, seq_len, saved["tokens"])
+    array = _encode(documents, tokenizer)
+    with suppress(OSError):  # a cache is not needed
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(file) as opened:
+            np.savez(opened, tokens=array)
+    return _tokens_of(documents, tokenizer, seq_len, array)
+
+
+def cache_folder() -> Path:
+    """Return the folder of files that can be made again: in `XDG_CACHE_HOME`, or in `.cache` of the home folder."""
+    chosen = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(chosen) if os.path.isabs(chosen) else Path(os.path.expanduser("~"), ".cache")) / "stageline"
+
+
+def _tokens_of(documents: Documents, tokenizer: Tokenizer, seq_len: int, array: NDArray[Any]) -> Tokens:
     return Tokens(
         array,
         seq_len,
@@ -150,9 +237,9 @@ def find_files(paths: str, endings: Sequence[str] = ()) -> list[Path]:
     if not paths.strip():
         raise StagelineError("training.dataset_path is empty; use a file, a folder, or several separated by commas")
     files: list[Path] = []
-    for part in [paths] if Path(paths).exists() else filter(None, map(str.strip, paths.split(","))):
+    for part in [paths] if os.path.exists(paths) else filter(None, map(str.strip, paths.split(","))):
         path = Path(part)
-        if not path.exists():
+        if not os.path.exists(path):
             raise StagelineError(
                 f"{part} does not exist (in {Path.cwd()}); training.dataset_path must name files or folders"
             )

@@ -1,4 +1,4 @@
-"""Open the data of a job: texts, files of tokens, or the samples of a function of the user."""
+"""Open the data of a job: texts, files of tokens, or the samples of a user's function."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from stageline.train.data.documents import (
     dataset_documents,
     document_tokens,
     find_files,
-    python_documents,
+    python_tokens,
     splits,
     text_documents,
 )
@@ -143,11 +143,12 @@ class _Opener:
             return memmap_tokens(path, training.dataset_dtype, training.seq_len)
         if ":" in kind:
             return function_data(kind, self.config)
-        if kind == "dataset":
-            documents = dataset_documents(path, training.dataset_column, split)
-        else:
-            documents = text_documents(path) if kind == "text" else python_documents()
-        self.is_text = kind != "dataset" or isinstance(next(iter(documents.read()), ""), str)
+        if kind == "python":
+            self.is_text = True
+            return python_tokens(self.tokenizer, training.seq_len)
+        is_dataset = kind == "dataset"
+        documents = dataset_documents(path, training.dataset_column, split) if is_dataset else text_documents(path)
+        self.is_text = not is_dataset or isinstance(next(iter(documents.read()), ""), str)
         return document_tokens(documents, self.tokenizer, training.seq_len, cache=self.cache)
 
 

@@ -1,4 +1,4 @@
-"""Several runs on one page: their figures, their charts laid over each other, and what differs in their configs."""
+"""Several runs on one page: their figures, overlaid charts, and the options that differ between their configs."""
 
 from __future__ import annotations
 

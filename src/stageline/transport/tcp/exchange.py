@@ -1,8 +1,16 @@
-"""Rows of numbers that several ranks share before and after a step: each sends one, and all get all of them."""
+"""Collectives of some ranks over their own connections: they need no port besides the one on which a rank listens.
+
+For rows of numbers, texts and now and then a tensor, at start-up, between steps and at the end of a step; gradients of
+replicas are summed over gloo or NCCL. An exchange runs where it is called; a group runs its collectives on a thread, in
+the order in which they were started, so a rank that computes meanwhile keeps no other one waiting.
+"""
 
 from __future__ import annotations
 
+import datetime
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +24,7 @@ from stageline.transport.tcp.channels import ChannelKind, Inbound
 from stageline.transport.tcp.links import Links
 from stageline.transport.tcp.outbox import Outbound, Outbox
 
+Array = NDArray[Any]
 TURNS = 1 << 20
 """The turn of step n of transport k is k + n * TURNS."""
 
@@ -24,6 +33,9 @@ CHECK_EVERY = 0.05
 
 FAN = 16
 """Maximum number of ranks that send to one. A few messages in a row cost less than another level of the tree."""
+
+LINGER = 0.2
+"""Seconds after which the thread of a group ends if nothing is to be done."""
 
 
 class Exchange:
@@ -138,7 +150,7 @@ class Exchange:
             readings.append(Reading(offset + step.offset, uncertainty + step.uncertainty))
         return min(readings, key=lambda reading: reading.uncertainty)
 
-    def _send(self, target: int, data: NDArray[Any]) -> None:
+    def _send(self, target: int, data: Array) -> None:
         head = wire.write_head(self._rounds, b"-", data.nbytes)
         # Rows belong to the caller, which may change them; bytes do not change.
         piece = memoryview(data if data.dtype == np.uint8 else data.tobytes())  # type: ignore[arg-type]
@@ -196,3 +208,120 @@ def other_turn(came: int, expected: int) -> str:
             "pipelines in different orders"
         )
     return f"a message of step {came // TURNS} arrived in step {expected // TURNS}"
+
+
+class SocketWork:
+    """A collective that was started; as torch's `Work`."""
+
+    def __init__(self, run: Callable[[], Array]) -> None:
+        self._run = run
+        self._done = threading.Event()
+        self._error: TransportError | None = None
+        self._value: Array | None = None
+
+    def run(self) -> None:
+        """Run it, on the thread of the group."""
+        try:
+            self._value = self._run()
+        except TransportError as error:
+            self._error = error
+        finally:
+            self._done.set()
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, or failed."""
+        return self._done.is_set()
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> None:
+        """Wait for its end; raise RuntimeError if it failed, or if that takes longer."""
+        if not self._done.wait(None if timeout is None else timeout.total_seconds()):
+            raise RuntimeError("the collective takes longer")
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def value(self) -> Array:
+        """The result."""
+        assert self._value is not None
+        return self._value
+
+
+class SocketGroup:
+    """One rank's end. All ranks start the same collectives in the same order.
+
+    >>> links = Links(0, 1)
+    >>> group = SocketGroup(links, [0], "collective")
+    >>> work = group.all_gather(np.array([2.0, 3.0]))
+    >>> work.wait()
+    >>> work.value
+    array([[2., 3.]])
+    >>> group.close()
+    >>> links.close()
+    """
+
+    def __init__(self, links: Links, ranks: Sequence[int], kind: ChannelKind) -> None:
+        """Between these ranks, of which this is one, on connections of this kind, which nothing else uses."""
+        self._outbox = Outbox()
+        self._exchange = Exchange(links, self._outbox, ranks, kind=kind)
+        self._ranks = list(ranks)
+        self._works: deque[SocketWork] = deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def all_gather(self, row: Array) -> SocketWork:
+        """Start collecting the rows of all ranks; they must have the same size."""
+        own = np.array(row)
+        return self._start(lambda: self._exchange.gather(own, self._check))
+
+    def all_reduce(self, values: Array) -> SocketWork:
+        """Start adding up arrays of one shape. All ranks get the same bits."""
+        own = np.array(values)
+        return self._start(lambda: self._exchange.reduce(own, self._check))
+
+    def broadcast(self, data: bytes | None, source: int) -> SocketWork:
+        """Start copying the bytes of one rank, of which the others need not know the number, to all."""
+        place = self._ranks.index(source)
+        own = None if data is None else np.frombuffer(data, dtype=np.uint8)
+        return self._start(lambda: self._exchange.broadcast(own, place, self._check))
+
+    def close(self) -> None:
+        """End the thread; collectives that have not ended fail."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _check(self) -> None:
+        if self._closed:
+            raise TransportError("the connections of this job were given up")
+
+    def _run(self, run: Callable[[], Array]) -> Array:
+        value = run()
+        while True:  # until the network has taken everything
+            try:
+                self._outbox.flush(time.monotonic() + CHECK_EVERY)
+                return value
+            except TransportError:
+                if self._outbox.failed:
+                    raise
+                self._check()
+
+    def _start(self, run: Callable[[], Array]) -> SocketWork:
+        work = SocketWork(lambda: self._run(run))
+        with self._changed:
+            self._works.append(work)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="stageline collectives", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+        return work
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._works) or self._closed, LINGER)
+                if not self._works:
+                    self._thread = None
+                    return
+                work = self._works.popleft()
+            work.run()

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from stageline.common.errors import TransportError, TrustError
 from stageline.common.handshake import PATIENCE, Facts, Reception, open_connection
-from stageline.common.ports import listen
+from stageline.common.machine import listen
 from stageline.common.trust import Sharing, one_machine, proof, proves
 from stageline.transport._torch_private import default_store
 from stageline.transport.tcp.channels import ChannelKind, Inbound
@@ -259,7 +259,7 @@ class Links:
                 return None
             except OSError as error:
                 if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._strangers:
-                    raise TransportError(f"rank {self.rank} cannot take a connection: {error}") from error
+                    raise TransportError(f"rank {self.rank} cannot accept a connection: {error}") from error
                 self._dismiss(next(iter(self._strangers)))
 
     def _dismiss(self, link: socket.socket) -> None:

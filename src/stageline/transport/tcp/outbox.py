@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from stageline.common.errors import TransportError
+from stageline.transport._torch_private import version_of
 from stageline.transport.tcp.channels import ACKNOWLEDGE, ACKNOWLEDGE_BYTES, COUNT, PIECES, ChannelKind, after
 
 COPIED = 1 << 15
@@ -50,7 +51,7 @@ class Sent(NamedTuple):
 
     def _is_intact(self) -> bool:
         return all(
-            tensor._version == version and tensor.data_ptr() == pointer and tensor.untyped_storage().nbytes()
+            version_of(tensor) == version and tensor.data_ptr() == pointer and tensor.untyped_storage().nbytes()
             for tensor, version, pointer in self.tensors
         )
 
@@ -196,7 +197,7 @@ def _keepable(pieces: list[memoryview], ready: Ready | None, owner: Sequence[Ten
     size = sum([len(piece) for piece in pieces])
     if ready is None and (size <= COPIED or any(tensor.is_inference() for tensor in owner)):
         return Sent([memoryview(b"".join(pieces))], None, [], size)
-    return Sent(pieces, ready, [(tensor, tensor._version, tensor.data_ptr()) for tensor in owner], size)
+    return Sent(pieces, ready, [(tensor, version_of(tensor), tensor.data_ptr()) for tensor in owner], size)
 
 
 class Outbox:
@@ -298,12 +299,14 @@ class Outbox:
 
     def close(self, patience: float) -> None:
         """End the thread."""
-        if self._thread is not None:
+        with self._changed:  # not while another thread starts it
+            thread = self._thread
+        if thread is not None:
             self._ending = True
             self._wake()
-            if self._thread.is_alive():
-                self._thread.join(patience)
-            if not self._thread.is_alive():
+            if thread.is_alive():
+                thread.join(patience)
+            if not thread.is_alive():
                 self._thread = None
                 for waker in self._wakers or ():
                     waker.close()

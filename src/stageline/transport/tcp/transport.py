@@ -106,6 +106,7 @@ class SocketTransport:
         if self._links.alarmed:
             self._links.reset()
         self._inline, self._threads = {}, []
+        threads: list[threading.Thread] = []
         for channel, count in expected.items():
             inbound = self._inbound.get(channel)
             if inbound is None:
@@ -117,11 +118,10 @@ class SocketTransport:
                 self._inline[channel] = inbound
             else:
                 name = f"stageline {channel[1]} from {channel[0]}"
-                self._threads.append(
-                    threading.Thread(target=self._receive_all, args=(inbound,), name=name, daemon=True)
-                )
-        for thread in self._threads:
+                threads.append(threading.Thread(target=self._receive_all, args=(inbound,), name=name, daemon=True))
+        for thread in threads:
             thread.start()
+            self._threads.append(thread)  # `finish` waits only for those that started
 
     def finish(self, deadline: float) -> None:
         """Wait until everything is sent and received; a message that was expected but not sent is a failure."""
@@ -252,7 +252,7 @@ class SocketTransport:
         self._links.hang_up()
         self._outbox.close(patience)
         for thread in self._threads:
-            if thread.is_alive():  # one that has not started yet ends by itself
+            if thread.is_alive():
                 thread.join(max(0.0, end - time.monotonic()))
 
     def exchange(self, ranks: Sequence[int]) -> Exchange:

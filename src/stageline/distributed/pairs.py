@@ -1,0 +1,93 @@
+"""Bandwidth and latency between pairs of ranks, over the links that a pipeline uses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import torch
+
+from stageline.transport.protocol import Header, Message
+
+TRIPS, LARGE, SIZE = 20, 4, 8 * 2**20
+"""Round trips of a small message; one-way messages of so many bytes."""
+ALL_PAIRS = 16
+"""Up to so many ranks every pair is measured, one after the other; beyond, only neighbours."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The link between two ranks."""
+
+    first: int
+    second: int
+    latency_us: float
+    """Half of the shortest round trip of a small message."""
+    gbytes_per_s: float
+    """Of messages of 8 MiB, the fastest of four."""
+
+
+def measure_pairs(host: Any, pairs: Iterable[tuple[int, int]], device: torch.device) -> list[Pair]:
+    """Measure the links between these ranks, pair by pair, with tensors on a device.
+
+    All ranks of the job call this and get the same list; `host` is that of processes.
+    """
+    rank = host.process
+    transport = host.transport(rank)
+    rows = []
+    for number, (first, second) in enumerate(pairs):
+        row = np.zeros(2)
+        other = {first: second, second: first}.get(rank)
+        counts = {} if other is None else {(other, "forward"): TRIPS + LARGE}
+        transport.begin(counts, counts, device if device.type == "cuda" else None)  # the others count the steps, too
+        if other is not None:
+            row = _measure(transport, rank, other, number, rank == first, device)
+        transport.finish(host.deadline)
+        total = host.all_reduce(row)  # and no rank starts before the pair has ended
+        rows.append(Pair(first, second, float(total[0]), float(total[1])))
+    return rows
+
+
+def pairs_of(ranks: int) -> Iterator[tuple[int, int]]:
+    """The pairs to measure.
+
+    >>> list(pairs_of(3)), len(list(pairs_of(64)))
+    ([(0, 1), (0, 2), (1, 2)], 63)
+    """
+    if ranks <= ALL_PAIRS:
+        yield from combinations(range(ranks), 2)
+    else:
+        yield from zip(range(ranks - 1), range(1, ranks), strict=True)
+
+
+def _measure(transport: Any, rank: int, other: int, number: int, asks: bool, device: torch.device) -> Any:
+    small, large = torch.zeros(1, device=device), torch.zeros(SIZE // 4, device=device)
+
+    def send(microbatch: int, tensor: torch.Tensor) -> None:
+        header = Header(rank, other, "forward", 0, microbatch, number)
+        transport.send(Message(header, [tensor], "", [False]))
+
+    def receive(microbatch: int) -> None:
+        transport.receive(Header(other, rank, "forward", 0, microbatch, number), 60.0)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    trips: list[float] = []
+    transfers: list[float] = []
+    for microbatch in range(TRIPS + LARGE):
+        if not asks:
+            receive(microbatch)
+            send(microbatch, small)
+            continue
+        began = time.perf_counter()
+        send(microbatch, small if microbatch < TRIPS else large)
+        receive(microbatch)
+        (trips if microbatch < TRIPS else transfers).append(time.perf_counter() - began)
+    if not asks:
+        return np.zeros(2)
+    latency = min(trips) / 2
+    return np.array([latency * 1e6, SIZE / max(1e-9, min(transfers) - latency) / 1e9])
