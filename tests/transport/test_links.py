@@ -25,6 +25,7 @@ from stageline.transport.protocol import Header, Message
 from stageline.transport.tcp.links import Links
 from stageline.transport.tcp.transport import LARGE, SocketTransport
 from support.instances import examples
+from support.threads import left_over
 
 TOKEN = "0" * 32
 Pair = tuple[SocketTransport, SocketTransport]
@@ -51,6 +52,30 @@ def header(number: int) -> Header:
 
 def message(number: int, size: int) -> Message:
     return Message(header(number), [torch.full((size,), float(number))], "*", [True])
+
+
+def test_a_connection_that_is_accepted_while_the_links_close_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stayed open until the garbage collector found it, with a warning in an unrelated place."""
+    accepted, closed = threading.Event(), threading.Event()
+    receptions: list[Reception] = []
+
+    class Late(Reception):
+        def __init__(self, *arguments: Any) -> None:
+            accepted.set()
+            assert closed.wait(60)
+            super().__init__(*arguments)
+            receptions.append(self)
+
+    monkeypatch.setattr("stageline.transport.tcp.links.Reception", Late)
+    before = threading.enumerate()
+    ends = connect()
+    with socket.create_connection(("127.0.0.1", int(ends[1].address.partition("|")[2]))):
+        assert accepted.wait(60)
+        for end in ends:
+            end.close()
+        closed.set()
+        assert left_over(before) == []
+    assert [reception.link.fileno() for reception in receptions] == [-1]
 
 
 @settings(max_examples=examples(40))

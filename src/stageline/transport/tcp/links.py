@@ -155,6 +155,8 @@ class Links:
                 ) from error
             find = weakref.ref(self)
             self._out[key] = Outbound(target, kind, link, lambda outbound: start_repair(outbound, find))
+            if self.closed:
+                link.close()
             self.wake_keeper()
         return self._out[key]
 
@@ -247,6 +249,9 @@ class Links:
                 continue
             self._strangers[reception.link] = reception
             self._proceed(reception.link)
+        if self.closed:  # meanwhile, by another thread, which does not know of the last ones
+            for link in list(self._strangers):
+                self._dismiss(link)
 
     def _take_call(self) -> socket.socket | None:
         """The next connection; None if there is none. The oldest strangers go before the table is full."""
@@ -258,6 +263,8 @@ class Links:
             except BlockingIOError:
                 return None
             except OSError as error:
+                if self.ended:
+                    return None
                 if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._strangers:
                     raise TransportError(f"rank {self.rank} cannot accept a connection: {error}") from error
                 self._dismiss(next(iter(self._strangers)))
@@ -295,6 +302,8 @@ class Links:
     def _use(self, link: socket.socket, inbound: Inbound) -> None:
         """Offer a connection to the thread that reads; one that broke, or is broken now, is replaced."""
         inbound.offer(link)
+        if self.closed:
+            link.close()
         with self._changed:
             self._changed.notify_all()
 
@@ -311,6 +320,11 @@ class Links:
         """Close all sockets."""
         self.ended = True
         self._closing()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the sockets are being closed: whoever opens another one later must close it."""
+        return not self._closing.alive
 
     def _ends(self) -> list[socket.socket]:
         return _ends(self._in, self._out)
@@ -362,7 +376,8 @@ def _keep(find: Callable[[], Links | None], ear: socket.socket) -> None:
                 with contextlib.suppress(OSError, TransportError):
                     react()
             if timeout is not None:
-                links.accept()  # a stranger may have been silent for too long
+                with contextlib.suppress(TransportError):
+                    links.accept()  # a stranger may have been silent for too long
 
 
 def _proven(text: str, source: int, rank: int, token: str) -> str:

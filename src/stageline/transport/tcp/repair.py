@@ -26,6 +26,10 @@ class Endpoint(Protocol):
     deadline: float
     """Seconds in which a connection must be opened again."""
 
+    @property
+    def closed(self) -> bool:
+        """Whether the sockets have been closed, so that whoever opened one meanwhile must close it."""
+
     def dial(self, target: int, kind: ChannelKind) -> socket.socket:
         """Connect to a rank and say hello; raises OSError."""
 
@@ -65,6 +69,9 @@ def repair(outbound: Outbound, find: FindEndpoint) -> None:
             link = endpoint.dial(outbound.target, outbound.kind)
             del endpoint
             if _send_again(outbound, link, find):
+                endpoint = find()
+                if endpoint is None or endpoint.closed:
+                    link.close()
                 return
             began, refusals, pause = time.monotonic(), 0, 0.01
         except ConnectionRefusedError as error:
