@@ -606,11 +606,14 @@ def test_the_number_of_ranks_is_chosen_for_the_cores(cores: float, ranks: int) -
 
 
 def test_the_overhead_of_a_stage_makes_many_stages_dear() -> None:
-    """Without it, more stages have a smaller bubble; it counts once in every forward."""
+    """Without it, more stages have a smaller bubble; it counts once in every action."""
     options: dict[str, Any] = {"profile": even(12), "microbatches": 4, "ranks": 2, "schedule": ["1f1b", "interleaved"]}
     plain = sl.plan(**options)
     dear = sl.plan(**options, overhead=10 * plain.step_seconds)
     assert dear.chunks == 1 < plain.chunks
-    assert dear.step_seconds > 40 * plain.step_seconds
+    assert dear.step_seconds > 80 * plain.step_seconds
+    busy = sl.plan(**options, message_overhead=10 * plain.step_seconds)  # each stage has one message to its neighbour
+    assert busy.chunks == 1
+    assert busy.step_seconds == pytest.approx(dear.step_seconds)
     with pytest.raises(sl.StagelineError, match="overhead must be a number of seconds, at least 0"):
         sl.plan(**options, overhead=-1.0)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,9 @@ from stageline.transport.protocol import Header, Message
 
 TRIPS, LARGE, SIZE = 20, 4, 8 * 2**20
 """Round trips of a small message; one-way messages of so many bytes."""
+SPACED = 12
+"""Small messages that a rank does not wait for. It writes a large tensor before each of them, because in a step the
+caches hold what a stage has just computed."""
 ALL_PAIRS = 16
 """Up to so many ranks every pair is measured, one after the other; beyond, only neighbours."""
 
@@ -29,6 +33,8 @@ class Pair:
     """Half of the shortest round trip of a small message."""
     gbytes_per_s: float
     """Of messages of 8 MiB, the fastest of four."""
+    message_us: float = 0.0
+    """How long a rank is busy with sending a small message, or with receiving one that has arrived."""
 
 
 def measure_pairs(host: Any, pairs: Iterable[tuple[int, int]], device: torch.device) -> list[Pair]:
@@ -40,15 +46,15 @@ def measure_pairs(host: Any, pairs: Iterable[tuple[int, int]], device: torch.dev
     transport = host.transport(rank)
     rows = []
     for number, (first, second) in enumerate(pairs):
-        row = np.zeros(2)
+        row = np.zeros(3)
         other = {first: second, second: first}.get(rank)
-        counts = {} if other is None else {(other, "forward"): TRIPS + LARGE}
+        counts = {} if other is None else {(other, "forward"): TRIPS + LARGE + SPACED}
         transport.begin(counts, counts, device if device.type == "cuda" else None)  # the others count the steps, too
         if other is not None:
             row = _measure(transport, rank, other, number, rank == first, device)
         transport.finish(host.deadline)
         total = host.all_reduce(row)  # and no rank starts before the pair has ended
-        rows.append(Pair(first, second, float(total[0]), float(total[1])))
+        rows.append(Pair(first, second, *map(float, total)))
     return rows
 
 
@@ -87,7 +93,17 @@ def _measure(transport: Any, rank: int, other: int, number: int, asks: bool, dev
         send(microbatch, small if microbatch < TRIPS else large)
         receive(microbatch)
         (trips if microbatch < TRIPS else transfers).append(time.perf_counter() - began)
+    busy, other_values = 0.0, torch.empty_like(large)
+    for function in (lambda number: send(number, small), receive):  # by now, both ranks send
+        seconds = []
+        for microbatch in range(TRIPS + LARGE, TRIPS + LARGE + SPACED):
+            other_values.fill_(1.0)
+            began = time.perf_counter()
+            function(microbatch)
+            seconds.append(time.perf_counter() - began)
+        busy += median(seconds)
+    message = busy / 2 / 2  # of a send and a receive, on two ranks
     if not asks:
-        return np.zeros(2)
+        return np.array([0.0, 0.0, message * 1e6])
     latency = min(trips) / 2
-    return np.array([latency * 1e6, SIZE / max(1e-9, min(transfers) - latency) / 1e9])
+    return np.array([latency * 1e6, SIZE / max(1e-9, min(transfers) - latency) / 1e9, message * 1e6])

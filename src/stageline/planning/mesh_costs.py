@@ -24,6 +24,33 @@ FLOAT32 = 4.0
 """Replicas add gradients up in float32 at least."""
 
 
+class HostOverhead(NamedTuple):
+    """Seconds that a rank spends beside the layers."""
+
+    action: float = 0.0
+    """On every action."""
+    message: float = 0.0
+    """On every message that it sends to, or receives from, another rank."""
+
+    def added_to(self, times: Mapping[str, Any], rank_of: Sequence[int]) -> dict[str, Any]:
+        """Return the times of the actions of every stage with this overhead.
+
+        Forwards and gradients of inputs exchange messages with the stages before and after.
+
+        >>> HostOverhead(1.0, 0.5).added_to({"forward": [2.0, 2.0, 2.0], "backward_weight": [4.0, 4.0, 4.0]}, [0, 1, 1])
+        {'forward': array([3.5, 3.5, 3. ]), 'backward_weight': array([5., 5., 5.])}
+        """
+        crosses = np.concatenate([[0], np.diff(np.asarray(rank_of)) != 0, [0]]).astype(np.float64)
+        messages = self.message * (crosses[:-1] + crosses[1:])
+        return {
+            name: np.asarray(value) + self.action + (0.0 if name == "backward_weight" else messages)
+            for name, value in times.items()
+        }
+
+
+NO_OVERHEAD = HostOverhead()
+
+
 class Collectives(NamedTuple):
     """Seconds of a step that a rank spends in collectives."""
 
@@ -94,13 +121,13 @@ class MeshTime:
         recompute: Recompute,
         rank_of: Sequence[int],
         states: StateBytes,
-        overhead: float = 0.0,
+        overhead: HostOverhead = NO_OVERHEAD,
     ) -> Costs:
         """Return the costs of stages on their ranks."""
         links = self.network.links
         costs = stage_costs(profile, counts, recompute, links)
         times: dict[str, Any] = {name: np.asarray(getattr(costs, name), dtype=np.float64) for name in TIMES}
-        times["forward"] = times["forward"] + overhead
+        times = overhead.added_to(times, rank_of)
         if self.speed is not None:
             times = {name: value / np.asarray(self.speed)[list(rank_of)] for name, value in times.items()}
         for name, value in self._tensor_parallel_times(profile, counts, recompute, rank_of).items():

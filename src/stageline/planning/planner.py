@@ -19,7 +19,7 @@ from stageline.planning import request as arguments
 from stageline.planning.costs import Recompute, StateBytes
 from stageline.planning.explain import nothing_fits
 from stageline.planning.mesh import RESHARD, PerLink, check_one_size, load_links, per_rank, read_mesh, read_network
-from stageline.planning.mesh_costs import MeshTime
+from stageline.planning.mesh_costs import HostOverhead, MeshTime
 from stageline.planning.plan import Alternative, Plan
 from stageline.planning.profiles import SizedProfiles, measure_sizes
 from stageline.planning.request import SYNTHESIZED, PlanRequest
@@ -67,6 +67,7 @@ def plan(
     bandwidth: PerLink = None,
     links: Sequence[SharedLink] = (),
     overhead: float = 0.0,
+    message_overhead: float = 0.0,
     parameter_bytes: float | None = None,
     gradient_bytes_per_parameter: float | None = None,
     optimizer_bytes_per_parameter: float = 8.0,
@@ -96,8 +97,9 @@ def plan(
     the cut balances ("time", "parameters" or "layers"), and `layers_per_stage` fixes it. A message takes `transfer`
     seconds plus its bytes divided by `bandwidth`; both are one number, one per pair of ranks, or one per dimension of
     the mesh, as in {"pp": "50G", "tp": "300G"}, or a .json or .csv file of them. Messages that share one of the `links`
-    slow each other down. The forward of a stage takes `overhead` seconds beside its layers. `speed` is the speed of
-    each rank relative to the profile. After the measurement, the search takes about `time_limit` seconds.
+    slow each other down. Every action takes `overhead` seconds beside its layers, and its rank `message_overhead`
+    seconds for each message that it sends or receives. `speed` is the speed of each rank relative to the profile. After
+    the measurement, the search takes about `time_limit` seconds.
 
     Ranks on one machine without GPUs share its `cores`: while more of them compute than there are cores for their
     threads, they slow each other down. By default every rank has its own; a list of `sl.Share` says which ranks share
@@ -175,6 +177,7 @@ class PlanOptions:
     bandwidth: PerLink
     links: Sequence[SharedLink]
     overhead: float
+    message_overhead: float
     parameter_bytes: float | None
     gradient_bytes_per_parameter: float | None
     optimizer_bytes_per_parameter: float
@@ -237,7 +240,10 @@ class PlanOptions:
             mesh=mesh,
             reshard=self.reshard_after_forward,
             time=MeshTime(mesh, network, tensor_parallel, per_rank("speed", self.speed, mesh, ranks)),
-            overhead=arguments.seconds("overhead", self.overhead),
+            overhead=HostOverhead(
+                arguments.seconds("overhead", self.overhead),
+                arguments.seconds("message_overhead", self.message_overhead),
+            ),
             shares=arguments.read_shares(
                 self.cores, ranks, measured.threads, measured.speeds, here=self.profile is None
             ),

@@ -16,7 +16,7 @@ from stageline.common.machine import cores as machine_cores
 from stageline.common.units import parse_sizes
 from stageline.planning.costs import Recompute, StateBytes
 from stageline.planning.mesh import per_rank
-from stageline.planning.mesh_costs import MeshTime
+from stageline.planning.mesh_costs import NO_OVERHEAD, HostOverhead, MeshTime
 from stageline.planning.profiles import SizedProfiles
 from stageline.schedules.registry import families, find_family, schedule, whole
 from stageline.schedules.schedule import Schedule
@@ -45,8 +45,8 @@ class PlanRequest:
     """When parameters that shards have gathered are freed."""
     time: MeshTime = field(default_factory=MeshTime)
     """What the mesh and its network cost, and the speed of the ranks."""
-    overhead: float = 0.0
-    """Seconds that the forward of a stage takes beside its layers."""
+    overhead: HostOverhead = NO_OVERHEAD
+    """What ranks spend beside the layers."""
     shares: tuple[Share, ...] = ()
     """The cores or GPUs that ranks share."""
     recompute: Recompute = "auto"

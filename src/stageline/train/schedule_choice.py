@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stageline.autograd.graphs.options import Compile
 from stageline.common.errors import NothingFits, StagelineError, in_flags
@@ -64,6 +64,8 @@ class TransferCosts(NamedTuple):
     """Of any message."""
     bandwidth: float | None
     """Bytes per second; None if it does not matter."""
+    busy: float = 0.0
+    """Seconds that a rank spends on sending or receiving one."""
 
 
 FREE = TransferCosts(0.0, None)
@@ -77,8 +79,10 @@ def transfer_costs(host: RankHost, layout: JobLayout) -> TransferCosts:
     if not 1 < layout.processes == layout.ranks <= MAX_MEASURED_RANKS or layout.device.type != "cpu":
         return FREE
     pairs = measure_pairs(host, pairwise(range(layout.ranks)), layout.device)
+    busy = statistics.median(pair.message_us for pair in pairs) / 1e6
     seconds = statistics.median(pair.latency_us for pair in pairs) / 1e6
-    return TransferCosts(seconds, 1e9 * statistics.median(pair.gbytes_per_s for pair in pairs))
+    bandwidth = 1e9 * statistics.median(pair.gbytes_per_s for pair in pairs)
+    return TransferCosts(max(0.0, seconds - busy), bandwidth, busy)  # a latency includes a send
 
 
 class JobMeasurement:
@@ -159,19 +163,18 @@ class JobMeasurement:
         return statistics.median(taken[1:])
 
     def stage_overhead(self) -> float:
-        """Return the seconds by which each of two stages takes longer than its part of a whole forward, on the CPU."""
+        """Return the seconds that an action takes beside its layers, on the CPU: those by which a forward and a
+        backward of two stages take longer than those of one."""
         if self._layout.device.type != "cpu":
             return 0.0
-        with suppress(Exception), torch.no_grad():  # the first step reports what fails
-            whole, halves = (split(self._model, count, example=self._example).parts() for count in (1, 2))
-            taken = []
-            for parts in (whole, halves) * OVERHEAD_REPEATS:
-                start, value = time.perf_counter(), self._example
-                for part in parts:
-                    value = part(value)
-                taken.append(time.perf_counter() - start)
-            return max(0.0, min(taken[3::2]) - min(taken[2::2])) / 2
-        return 0.0
+        try:
+            with suppress(Exception), torch.random.fork_rng(devices=[]):  # the first step reports what fails
+                whole, halves = (split(self._model, count, example=self._example).parts() for count in (1, 2))
+                taken = [_seconds_of(parts, self._example) for parts in (whole, halves) * OVERHEAD_REPEATS]
+                return max(0.0, min(taken[3::2]) - min(taken[2::2])) / 2
+            return 0.0
+        finally:
+            self._model.zero_grad()
 
     @property
     def _loss_fn(self) -> Callable[[Any, Any], Any] | None:
@@ -248,6 +251,7 @@ def choose_schedule(
         "mesh": mesh,
         "cores": list(shares),
         "overhead": overhead,
+        "message_overhead": transfer.busy,
         "transfer": transfer.seconds,
         "bandwidth": transfer.bandwidth,
         "shard_optimizer": options.shard_optimizer,
@@ -266,6 +270,24 @@ def choose_schedule(
         return plan(memory=memory, **request), ""
     except NothingFits as error:  # an estimate, so the job may still try
         return plan(**request), in_config_words(str(error))
+
+
+def _seconds_of(parts: Sequence[nn.Module], example: Any) -> float:
+    """Return the seconds of a forward and a backward of stages, one after the other."""
+    start, value = time.perf_counter(), example
+    passed: list[tuple[list[Tensor], list[Tensor]]] = []  # what left a stage, and as what it arrived at the next one
+    for part in parts:
+        sent, layout = pytree.tree_flatten(part(value))
+        arrived = [
+            leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in sent
+        ]
+        wanted = [index for index, leaf in enumerate(sent) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        passed.append(([sent[index] for index in wanted], [arrived[index] for index in wanted]))
+        value = pytree.tree_unflatten(arrived, layout)
+    for sent, arrived in reversed(passed):
+        grads = [torch.ones_like(leaf) if leaf.grad is None else leaf.grad for leaf in arrived]
+        torch.autograd.backward(sent, grads)
+    return time.perf_counter() - start
 
 
 def in_config_words(text: str) -> str:
