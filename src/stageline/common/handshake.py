@@ -1,4 +1,4 @@
-"""Authenticated connections, of links and of the control channel: one function opens them, one class accepts them.
+"""Authenticated connections for links and the control channel: one function opens them, and one class accepts them.
 
     opener                                                     acceptor
       ── TCP, and TLS if it is configured (`tls`) ────────────▶

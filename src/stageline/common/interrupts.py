@@ -1,4 +1,4 @@
-"""Signals: Ctrl-C on the command line, what stops a training job, and SIGTERM of a rank that waits for others.
+"""Signal handling: Ctrl-C on the command line, stopping a training job, and SIGTERM in a rank that waits for others.
 
 A command exits at once, with one line and exit code 130, never with a traceback. Python raises KeyboardInterrupt at
 whatever statement runs, and the first seconds of a command are mostly imports: an exception there leaves half-imported

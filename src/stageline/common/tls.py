@@ -1,4 +1,4 @@
-"""TLS for the connections of a job: an option, for networks that others can read. Both ends show a certificate.
+"""Optional TLS for the connections of a job, for networks that others can read. Both ends present a certificate.
 
 STAGELINE_TLS_CERT, STAGELINE_TLS_KEY and STAGELINE_TLS_CA name the files of a rank's certificate, of its key, and of
 the authority that signed the certificates of all ranks. Names in certificates are not compared with addresses: whoever

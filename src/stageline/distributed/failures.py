@@ -1,4 +1,4 @@
-"""Failures of steps and of jobs: the error that all ranks raise, and what a process tells and writes."""
+"""Failures of steps and of jobs: the error that all ranks raise, and what a process reports and writes."""
 
 from __future__ import annotations
 

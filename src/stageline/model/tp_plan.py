@@ -1,4 +1,4 @@
-"""A model's own plan for tensor parallel: the styles in which its layers are cut, by their names.
+"""A model's own plan for tensor parallel: how each of its layers is divided, by layer name.
 
     {"layers.*.attention.q": "colwise", "layers.*.attention.o": "rowwise"}
 

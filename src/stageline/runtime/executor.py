@@ -1,4 +1,4 @@
-"""Running one rank's program: ONE loop for every schedule. It knows no family by name."""
+"""Running one rank's program: one loop for every schedule. It knows no family by name."""
 
 from __future__ import annotations
 

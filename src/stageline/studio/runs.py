@@ -1,4 +1,4 @@
-"""The page of runs: their folders are read again and again while jobs write to them."""
+"""The page of runs: rereads their folders while jobs write to them."""
 
 from __future__ import annotations
 

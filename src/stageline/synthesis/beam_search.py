@@ -1,4 +1,4 @@
-"""Beam search for tight caps: many partial schedules grow side by side, and the most promising ones go on.
+"""Beam search for tight caps: many partial schedules are built in parallel, and the most promising ones are continued.
 
 Where memory holds fewer microbatches than there are ranks, what counts is who waits when a forward on its way down and
 a gradient on its way up need the same rank. Each partial schedule takes the rank whose next action could end first:

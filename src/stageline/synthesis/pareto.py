@@ -1,4 +1,4 @@
-"""`pareto`: the shortest schedule for each of several memory caps, and the named families beside them.
+"""`pareto`: the shortest schedule for each of several memory caps, compared with the named families.
 
 Each cap starts from the schedule of the cap below it, so more memory never gives a longer step. A lower bound for a cap
 holds for all smaller ones too.

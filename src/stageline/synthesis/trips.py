@@ -1,4 +1,4 @@
-"""Lower bounds from trips: what a few microbatches in flight cost each other on their way down the ranks and back.
+"""Lower bounds from trips: how a few microbatches in flight delay each other on their way down the ranks and back.
 
 Under a tight cap, an F of rank q waits until the I of an earlier microbatch has made room. So a rank has slots, and one
 microbatch after the other takes a slot for a trip of 2R steps: F on the R ranks from q down, then I back up.

@@ -1,4 +1,4 @@
-"""Large neighbourhood search: the actions of a window in time are put into the best order, again and again.
+"""Large neighbourhood search: repeatedly find the best order of the actions in a time window.
 
     rank 0   prefix, fixed  │ window: any order │ suffix, its order is fixed
     rank 1   prefix, fixed  │ window: any order │ suffix, its order is fixed

@@ -1,4 +1,4 @@
-"""Random numbers that depend on the seed, the step, the microbatch and the layer's name, and on nothing else.
+"""Random numbers that depend only on the seed, the step, the microbatch and the layer's name.
 
 So dropout draws the same for every number of ranks, every schedule and every transport, and again when an activation is
 recomputed. Threads share torch's default generator, so a layer that draws holds it alone.

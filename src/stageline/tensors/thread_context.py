@@ -1,4 +1,4 @@
-"""The context of the thread that calls `step`, brought into the threads of the ranks.
+"""The context of the thread that calls `step`, applied in the threads of the ranks.
 
 Autocast, hooks for saved tensors, context variables and, in part, the number of threads belong to a thread. A new
 thread has none of them, and a step in it would silently compute something else.

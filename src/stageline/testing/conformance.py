@@ -1,4 +1,4 @@
-"""The conformance suite of transports, and a transport that fails on purpose."""
+"""The conformance suite of transports, and a transport that injects faults."""
 
 from __future__ import annotations
 

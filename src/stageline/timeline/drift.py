@@ -1,4 +1,4 @@
-"""Drift and stragglers: stages whose times differ from the planned ones, and stages that became slower and stay so.
+"""Drift and stragglers: stages whose times differ from the plan, and stages that became permanently slower.
 
 Drift compares the measured times of a few steps with the planned ones, and tells the effect on the step.
 

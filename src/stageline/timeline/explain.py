@@ -1,4 +1,4 @@
-"""Why a step took longer than planned: the time of every rank, by what it was spent on."""
+"""Why a step took longer than planned: a breakdown of the time of every rank."""
 
 from __future__ import annotations
 

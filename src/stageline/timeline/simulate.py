@@ -1,4 +1,4 @@
-"""Simulation: every action takes what it costs and starts as soon as it can.
+"""Simulation: every action takes the time given by the costs and starts as soon as possible.
 
 Gathers and reductions of sharded stages run beside the actions of their rank, one after the other:
 

@@ -1,4 +1,4 @@
-"""`stageline generate`: the newest checkpoint of a run on the ranks of a pipeline, which continue a prompt."""
+"""`stageline generate`: continue a prompt with the newest checkpoint of a run, on the ranks of a pipeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clocks of several ranks on one scale: `time.perf_counter` of two hosts counts from two unrelated moments.
+"""Clock alignment: `time.perf_counter` of two hosts starts at unrelated moments, so times are converted to one clock.
 
 A rank asks the rank above it in a tree for the time, several times, and uses the answer that came back fastest:
 whenever the other clock was read in between, the reading is off by at most half of the round trip.

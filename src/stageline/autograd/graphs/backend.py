@@ -1,4 +1,4 @@
-"""Backends for `torch.compile` whose backward runs in two halves when a split backward asks for it.
+"""Backends for `torch.compile` whose backward can run in two halves.
 
 `GraphBackend` compiles a unit as usual: Dynamo captures it and guards it, and AOTAutograd traces its forward and
 backward. Only the backward differs: it is a `CompiledBackward`, made of the two graphs of `halves`.

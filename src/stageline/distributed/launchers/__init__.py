@@ -1,4 +1,4 @@
-"""Starting ranks: a launcher places the ranks of a job, sets their environment, and brings back how they ended.
+"""Starting ranks: a launcher places the ranks of a job, sets their environment, and collects how they ended.
 
 One file a launcher; a launcher knows no pipeline. SLURM and torchrun start the processes themselves: there, a rank
 only reads its place from the environment, under SLURM with `slurm`.

@@ -1,4 +1,4 @@
-"""What a launcher does about ranks that ended: it starts them again in a new attempt, or gives the job up."""
+"""What a launcher does about ranks that ended: it starts them again in a new attempt, or ends the job."""
 
 from __future__ import annotations
 

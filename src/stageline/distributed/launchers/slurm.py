@@ -1,4 +1,4 @@
-"""A rank that `srun` started: its place, from the variables of SLURM."""
+"""The place of a rank that `srun` started, from SLURM's environment variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The blame rules: from what the failure monitor heard, and when, to the rank that failed first.
+"""The blame rules: which rank failed first, from what the failure monitor heard, and when.
 
 The first cause wins. An error that may follow from another rank's failure, such as a transport error, is held back
 until all other ranks have been heard after it; it is blamed only if no cause turns up. Silent and absent ranks are

@@ -1,4 +1,4 @@
-"""Run a constructor on meta tensors that claim to be on the host, and record its operations on a tape."""
+"""Run a constructor on meta tensors that report a CPU device, and record its operations on a tape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory against time as an SVG image or a page: a staircase, its lower bound, and named points."""
+"""The trade-off between memory and time as an SVG image or a page: a step curve, its lower bound, and named points."""
 
 from __future__ import annotations
 

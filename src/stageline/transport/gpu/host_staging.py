@@ -1,4 +1,4 @@
-"""Tensors of a GPU on their way through host memory, while the GPU keeps computing.
+"""GPU tensors that are sent through host memory while the GPU keeps computing.
 
 Out: a stream beside the compute stream waits for what was computed so far and copies it into pinned memory; an event
 marks the end of the copy. In: another stream copies from pinned memory to the GPU, and the compute stream waits for it,

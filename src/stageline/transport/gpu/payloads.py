@@ -1,4 +1,4 @@
-"""Tensors beside their headers: how messages travel between GPUs.
+"""How messages travel between GPUs: tensors separately from their headers.
 
 A header goes from host to host, and hosts run ahead of their GPUs: by the time a GPU gets to the message, its header
 has arrived and the receive is posted, with the size in the header. So a receive never has the wrong size, whatever

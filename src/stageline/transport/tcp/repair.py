@@ -1,4 +1,4 @@
-"""Opening a connection again after it broke: the sender dials, learns what has arrived, and sends the rest again."""
+"""Reopening a broken connection: the sender reconnects, learns what has arrived, and sends the rest again."""
 
 from __future__ import annotations
 
