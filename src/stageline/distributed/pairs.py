@@ -11,14 +11,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from stageline.transport.protocol import Header, Message
 
 TRIPS, LARGE, SIZE = 20, 4, 8 * 2**20
 """Round trips of a small message; one-way messages of so many bytes."""
 SPACED = 12
-"""Small messages that a rank does not wait for. It writes a large tensor before each of them, because in a step the
-caches hold what a stage has just computed."""
+"""Small messages that a rank does not wait for. It computes before each of them, because in a step the caches hold what
+a stage has just computed, and sending takes several times as long as in a loop."""
 ALL_PAIRS = 16
 """Up to so many ranks every pair is measured, one after the other; beyond, only neighbours."""
 
@@ -93,11 +94,11 @@ def _measure(transport: Any, rank: int, other: int, number: int, asks: bool, dev
         send(microbatch, small if microbatch < TRIPS else large)
         receive(microbatch)
         (trips if microbatch < TRIPS else transfers).append(time.perf_counter() - began)
-    busy, other_values = 0.0, torch.empty_like(large)
+    busy, layers = 0.0, nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.LayerNorm(256)).to(device)
     for function in (lambda number: send(number, small), receive):  # by now, both ranks send
         seconds = []
         for microbatch in range(TRIPS + LARGE, TRIPS + LARGE + SPACED):
-            other_values.fill_(1.0)
+            layers(torch.ones(256, 256, device=device)).sum().backward()
             began = time.perf_counter()
             function(microbatch)
             seconds.append(time.perf_counter() - began)

@@ -276,8 +276,9 @@ class Evaluator:
     def _rank_of(self, shape: Shape) -> list[int]:
         """Return the rank of every stage; with two directions, the first one."""
         fixed = self._request.schedule
-        rank_of: list[int] = shape.rank_of if fixed is None else fixed.placement.table[0].tolist()
-        return rank_of
+        if fixed is None or fixed.stages != shape.stages:
+            return shape.rank_of
+        return [int(rank) for rank in fixed.placement.table[0]]
 
     def simulate(self, schedule: Schedule, candidate: Candidate) -> Timeline:
         """Simulate a candidate with its shard actions, if they take time."""
