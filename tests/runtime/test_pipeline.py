@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import stageline as sl
+from stageline.runtime import stage as stage_module
 from stageline.testing import assert_same_bits, one_process_step
 from support.gradients import gradients
 from support.pipelines import (
@@ -688,6 +689,40 @@ def test_dropout_that_drops_nothing_may_begin_to_drop() -> None:
         before = torch.get_rng_state()
         losses.append(pipe.step(*batch()).losses)
         assert torch.equal(torch.get_rng_state(), before)
+        runs.append((losses, gradients(model)))
+    assert runs[0][0] == runs[1][0]
+    assert_same_bits(runs[0][1], runs[1][1])
+
+
+def test_dropout_outside_of_units_may_begin_to_drop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every stage runs it, and while its rate is 0, none of them takes the generator for it."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.drop = nn.ModuleList(Block() for _ in range(4)), nn.Dropout(0.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = self.drop(block(x))
+            return x
+
+    drawn: list[str] = []
+    seeded = stage_module.random_numbers
+    monkeypatch.setattr(stage_module, "random_numbers", lambda *args: (drawn.append(args[-1]), seeded(*args))[1])
+    runs = []
+    for ranks in (1, 4):
+        torch.manual_seed(14)
+        model = Model()
+        pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="1f1b", ranks=ranks, microbatches=4, seed=3)
+        pipe.step(*batch())
+        drawn.clear()
+        losses = [pipe.step(*batch()).losses]
+        assert "drop" not in drawn
+        model.drop.p = 0.5
+        losses.append(pipe.step(*batch()).losses)
+        assert "drop" in drawn
+        assert losses[0] != losses[1]
         runs.append((losses, gradients(model)))
     assert runs[0][0] == runs[1][0]
     assert_same_bits(runs[0][1], runs[1][1])

@@ -48,7 +48,7 @@ def dropout_rates(layer: nn.Module) -> list[tuple[nn.Module, str]] | None:
     """
     rates: list[tuple[nn.Module, str]] = []
     for module in layer.modules():
-        if type(module) in _DROPOUTS:
+        if getattr(module, "_stageline_class", type(module)) in _DROPOUTS:
             rates.append((module, "p"))
             continue
         if _is_named_for_drawing(module):

@@ -69,6 +69,11 @@ class _UnitProxy:
 class _ForeignUnitProxy(_UnitProxy):
     """A unit of another stage: attributes in which it keeps tensors of its forward cannot be read."""
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        attributes = object.__getattribute__(self, "__dict__")  # a stage calls many of these: not by __getattribute__
+        replay, name = attributes["_stageline_replay"], attributes["_stageline_name"]
+        return replay.visit(name, super(_UnitProxy, self).__call__, args, kwargs)  # type: ignore[misc]
+
     def __getattribute__(self, name: str) -> Any:
         attributes = object.__getattribute__(self, "__dict__")
         replay = attributes.get("_stageline_replay")
@@ -122,7 +127,7 @@ def unit_proxy(module: nn.Module, name: str, replay: Replay, own: bool) -> nn.Mo
     """Return a unit whose calls go to the replay; a unit of another stage has no tensors and children."""
     kind, base = type(module), _UnitProxy if own else _ForeignUnitProxy
     if (base, kind) not in _classes:
-        namespace = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+        namespace = {"__module__": kind.__module__, "__doc__": kind.__doc__, "_stageline_class": kind}
         _classes[base, kind] = type(kind.__name__, (base, kind), namespace)
     proxy: Any = kind.__new__(_classes[base, kind])
     proxy.__dict__ = dict(module.__dict__)
@@ -299,16 +304,17 @@ class StagePart(nn.Sequential):
         for original, module_copy in self._copies:
             if isinstance(module_copy, Wrapper):
                 continue
+            attributes = module_copy.__dict__
             for key, value in original.module.__dict__.items():
-                if key in _NOT_REFRESHED or (key == COMPILED_CALL and "named_parameters" in module_copy.__dict__):
+                if key in _NOT_REFRESHED or (key == COMPILED_CALL and "named_parameters" in attributes):
                     continue
                 if key != COMPILED_CALL or _same_weights(original.module, module_copy):
-                    module_copy.__dict__[key] = value
+                    attributes[key] = value
 
     def forward(self, value: Any) -> Any:
         """Run the model's forward up to the end of this stage."""
-        for original, module_copy in self._copies:
-            module_copy.__dict__["training"] = original.module.training  # nn.Module's own assignment is slow
+        for module, attributes in self._modules_and_attributes():
+            attributes["training"] = module.training  # nn.Module's own assignment is slow
         versions = [raw_version(buffer) for _, buffer in self._frame_buffers]
         numbers = self.replay.counters.read()
         output = self.replay.run(self._frame[0], value)
@@ -321,11 +327,20 @@ class StagePart(nn.Sequential):
                 )
         return output
 
+    def _modules_and_attributes(self) -> list[tuple[nn.Module, dict[str, Any]]]:
+        """Return the model's own modules, each with the attributes of its copy."""
+        pairs: list[tuple[nn.Module, dict[str, Any]]] = self.__dict__.get("_pairs", [])
+        if len(pairs) != len(self._copies):
+            pairs = [(original.module, module_copy.__dict__) for original, module_copy in self._copies]
+            self.__dict__["_pairs"] = pairs
+        return pairs
+
     def __deepcopy__(self, memo: dict[int, Any]) -> StagePart:
         """Copy the frame with its contents; tensors in the memo stay the same."""
         part = StagePart.__new__(StagePart)
         memo[id(self)] = part
-        part.__dict__ = {key: copy.deepcopy(value, memo) for key, value in self.__dict__.items() if key != "_frame"}
+        kept = {key: value for key, value in self.__dict__.items() if key not in ("_frame", "_pairs")}
+        part.__dict__ = {key: copy.deepcopy(value, memo) for key, value in kept.items()}
         frame = copy.deepcopy(self._frame[0], memo)
         part.__dict__["_frame"] = (frame,)
         part.__dict__.update(module_dictionaries(frame))
