@@ -118,7 +118,7 @@ def test_all_errors_of_words_and_file_are_reported_at_once(trainers: Trainers, c
         "error: 11 errors in the config:",
         "  'model.dim=3' is neither an option nor a .toml file; did you mean --set model.dim=3?",
         "  unknown option --chek; did you mean --check?",
-        "  there are two config files, job.toml and second.toml; pass one",
+        "  got two config files, job.toml and second.toml; pass only one",
         "  job.toml: training.steps must be an integer >= 1, got 0; for example steps = 800",
         "  unknown option --trainig.seed; did you mean --training.seed?",
         "  unknown option --no-training.seed; did you mean --training.seed?",

@@ -251,7 +251,7 @@ def test_a_minority_verdict_is_mentioned(tmp_path: Path, capsys: Capture) -> Non
     data["verdict"] = Verdict(3, "raised", text="ValueError: planted", final=False).to_json()
     paths[2].write_text(json.dumps(data))
     out = call(["doctor", str(tmp_path)], capsys)
-    assert "but some ranks received another verdict: rank 3 failed: ValueError: planted" in out
+    assert "but some ranks received a different verdict: rank 3 failed: ValueError: planted" in out
 
 
 def damaged(text: str, change: Any) -> str:

@@ -177,12 +177,12 @@ def test_a_host_that_does_not_start_is_named(fleet: Fleet, monkeypatch: pytest.M
     [
         (["--nnodes", "2"], "several hosts need --master-addr"),
         (["--nnodes", "2", "--node-rank", "2", "--master-addr", "10.0.0.1"], "--node-rank must be from 0 to 1"),
-        (["--node-rank", "1"], "set --nnodes to their number"),
-        (["--logs", "script.py"], "--logs is script.py, which is a file"),
-        (["-n", "0"], "-n 0 is for a host of several"),
+        (["--node-rank", "1"], "require --nnodes, the number of hosts"),
+        (["--logs", "script.py"], "--logs must be a folder for the output of the ranks, but script.py is a file"),
+        (["-n", "0"], "-n 0 is only for a host of spare processes"),
         (
             ["--nnodes", "2", "--master-addr", "10.0.0.1", "--launcher", "ray"],
-            "--nnodes works only with the launcher processes",
+            "--nnodes requires --launcher processes",
         ),
         (["--nnodes", "2", "--master-addr", "10.0.0.1"], "need a secret to trust each other: set STAGELINE_SECRET"),
     ],
