@@ -398,7 +398,7 @@ def test_an_invalid_file_is_refused_with_the_reason(tmp_path: Path, change: dict
         ({"ranks": 2, "microbatches": 2, "transfer": -1.0}, "transfer must be a number >= 0"),
         ({"ranks": 3, "microbatches": 2, "schedule": "zb-v"}, "no schedule of zb-v is possible for 4 units on 3 ranks"),
         ({"ranks": 2, "microbatches": 2, "profile": 5}, "expected a Profile"),
-        ({"ranks": 2, "microbatches": 2, "profile": {0: even(4)}}, "1 or more samples"),
+        ({"ranks": 2, "microbatches": 2, "profile": {0: even(4)}}, "must be an integer >= 1"),
         ({"ranks": 2, "microbatches": 2, "profile": {1: even(4), 2: even(3)}}, "profiles have different layers"),
     ],
 )
@@ -484,7 +484,7 @@ def test_the_command_suggests_changes_if_nothing_fits(tmp_path: Path, capsys: py
         assert run(fits) == 0, fits
     capsys.readouterr()
     assert run([*words[:4], "--memory", "100"]) == 2
-    assert "plan needs --microbatches, the number in a step, or --batch" in capsys.readouterr().err
+    assert "plan needs --microbatches, the number per step, or --batch" in capsys.readouterr().err
     assert run([*words, "--memory", "0"]) == 2
     assert "--memory must be a number of bytes above 0 or a size like 24GiB" in capsys.readouterr().err
     assert run([*words, "--memory", "much"]) == 2
@@ -599,7 +599,7 @@ def test_ranks_that_share_cores_slow_each_other_down() -> None:
 def test_the_number_of_ranks_is_chosen_for_the_cores(cores: float, ranks: int) -> None:
     best = sl.plan(profile=even(6), microbatches=12, schedule="1f1b", ranks="auto", cores=cores)
     assert best.ranks == ranks
-    with pytest.raises(sl.StagelineError, match="pass cores=, their number"):
+    with pytest.raises(sl.StagelineError, match="pass the number of cores as cores="):
         sl.plan(profile=even(6), microbatches=4, ranks="auto")
     with pytest.raises(sl.StagelineError, match="cores must be a number above 0"):
         sl.plan(profile=even(6), microbatches=4, ranks=2, cores=0)

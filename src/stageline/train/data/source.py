@@ -221,7 +221,7 @@ def check_same(saved: Mapping[str, Any], source: Source) -> None:
     >>> check_same(saved, Tokens(np.arange(100), seq_len=10, name="moved"))
     >>> check_same(saved, Tokens(np.arange(90), seq_len=10, name="mine"))
     Traceback (most recent call last):
-    stageline.StagelineError: mine is not the data of the checkpoint: it had 100 tokens and has 90 now...
+    stageline.StagelineError: mine is not the data that the checkpoint was trained on: it had 100 tokens...
     """
     if not isinstance(saved, Mapping) or "fingerprint" not in saved or "kind" not in saved:
         raise StagelineError(
