@@ -266,7 +266,7 @@ def test_a_pipeline_refuses_other_objects(stages: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("ask", "message"),
     [
-        ({"by": "parameters"}, r"split it first: sl\.Pipeline\(sl\.split\(model, stages=…, by=…\), …\)"),
+        ({"by": "parameters"}, r"split the model first: sl\.Pipeline\(sl\.split\(model, stages=…, by=…\), …\)"),
         ({"split": "parameters"}, r"sl\.split\(model, stages=…, by=…\)"),
         ({"layers_per_stage": [2, 2]}, r"sl\.split\(model, stages=…, layers_per_stage=…\)"),
         ({"schedule": None}, "schedule must be a family such as '1f1b', a file, or a schedule from .*, got None"),

@@ -537,7 +537,7 @@ def test_a_pipeline_chooses_its_microbatches_and_builds_only_after_that() -> Non
         ),
         ({"ranks": 9, "example": torch.ones(4, 8)}, "the model has 6 units, but 9 ranks"),
         ({"ranks": 2, "example": torch.ones(4, 8), "microbatches": 0}, "microbatches must be an integer >= 1"),
-        ({"ranks": 2, "example": 5}, "the example must have tensors"),
+        ({"ranks": 2, "example": 5}, "the example must contain tensors"),
     ],
 )
 def test_auto_names_missing_arguments(options: dict[str, Any], message: str) -> None:
@@ -546,7 +546,7 @@ def test_auto_names_missing_arguments(options: dict[str, Any], message: str) -> 
 
 
 def test_auto_refuses_a_model_that_is_already_cut() -> None:
-    with pytest.raises(sl.StagelineError, match="pass the model, or a function that builds it, not its stages"):
+    with pytest.raises(sl.StagelineError, match="pass the model, or a function that builds it, instead of stages"):
         sl.Pipeline(layers(), loss_fn=functional.mse_loss, schedule="auto", ranks=2, example=torch.ones(4, 8))
 
 

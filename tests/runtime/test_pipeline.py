@@ -380,11 +380,11 @@ def test_invalid_arguments_are_refused() -> None:
         (lambda: make().step(x, y, stage_kwargs={1: {"mask": x}}), "'mask' for stage 1, but no layer .* accept x"),
         (lambda: make().step(x, y, stage_kwargs={1: {"x": x[:3]}}), r"10 samples of inputs and 3 of stage_kwargs\[1\]"),
         (lambda: make(loss_reduction="count").step(x, y), "needs count="),
-        (lambda: make().step(x, y, count=3), "is for loss_reduction='count'"),
+        (lambda: make().step(x, y, count=3), "requires loss_reduction='count'"),
         (lambda: make(deadline=0), "above 0"),
         (lambda: make().step(x, y[:3]), "10 samples of inputs and 3 of targets"),
         (lambda: make().step(x[:0], y[:0]), "no samples"),
-        (lambda: make().step(3, y), "the inputs must have tensors"),
+        (lambda: make().step(3, y), "the inputs must contain tensors"),
         (lambda: make().timeline, "before the first step"),
         (lambda: make(schedule="forward-only").step(x, y), "has no backwards to train with"),
         (lambda: make(loss_fn=lambda output, target: output).step(x, y), "must return one number"),
@@ -420,7 +420,7 @@ def test_unknown_options_are_refused_with_the_nearest_name() -> None:
             lambda: make(blocks(4), schedule=schedule, chunks=2, **common),
             "nor a finished schedule has an option 'chunks'",
         ),
-        (lambda: make(blocks(4), layers_per_stage=[1, 3], **common), "split it first: sl.Pipeline"),
+        (lambda: make(blocks(4), layers_per_stage=[1, 3], **common), "split the model first: sl.Pipeline"),
     ]
     for mistake, words in mistakes:
         with pytest.raises(TypeError, match=words) as caught:
@@ -658,7 +658,7 @@ def test_a_layer_that_begins_to_draw_later_is_detected_with_a_warning() -> None:
     pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=4, seed=3)
     pipe.step(x, y)
     model[1].begun = True
-    with pytest.warns(UserWarning, match="drew from torch's own random numbers during step 1"):
+    with pytest.warns(UserWarning, match="torch's global random number generator was used during step 1"):
         pipe.step(x, y)
     before = torch.get_rng_state()
     pipe.step(x, y)

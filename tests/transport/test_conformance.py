@@ -160,7 +160,7 @@ def test_a_gradient_of_another_type_than_its_output_is_refused() -> None:
     pipe = sl.Pipeline(blocks(2), loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=2)
     honest = pipe.runner.host.transport
     pipe.runner.host.transport = lambda rank: Wrong(honest(rank))  # type: ignore[method-assign]
-    with pytest.raises(sl.PipelineError, match=r"stage 0 passed on a tensor .*float32, but got a gradient .*float64"):
+    with pytest.raises(sl.PipelineError, match=r"stage 0 returned a tensor .*float32, but got a gradient .*float64"):
         pipe.step(*batch())
 
 

@@ -262,7 +262,7 @@ def batch_size(tree: Any, what: str) -> int:
     if len(sizes) != 1:
         dimensions = ", ".join(map(str, sorted(sizes))) or "no tensor with a first dimension"
         raise StagelineError(
-            f"{what} must have tensors with one common first dimension, the samples; found {dimensions}"
+            f"{what} must contain tensors with the same first dimension, the number of samples; found {dimensions}"
         )
     return sizes.pop()
 

@@ -460,7 +460,7 @@ def test_chunk_specs_on_processes() -> None:
     assert torch.equal(outputs, expected)
     for words in (errors, other):
         assert len(words) == 2
-        assert "the chunk spec of the inputs has 3 parts, and the value has 2" in words[0]
+        assert "the chunk spec of the inputs has 3 parts, but the value has 2" in words[0]
         assert "the chunk specs" in words[1]
 
 
@@ -538,12 +538,15 @@ def test_specs_that_do_not_fit_are_refused_in_words() -> None:
         (lambda: pipe(args_chunk_spec=TensorChunkSpec(2)).step(x, y), r"shape \(6, 4\).* along dimension 2"),
         (lambda: pipe(args_chunk_spec=(cut, cut)).step(x, y), "the chunk spec of the inputs is a tuple"),
         (lambda: pipe(args_chunk_spec=(cut,)).step(x, y), "4 samples of inputs and 6 of targets"),
-        (lambda: pipe(args_chunk_spec=(cut, cut)).step((x,), y), "has 2 parts, and the value has 1"),
+        (lambda: pipe(args_chunk_spec=(cut, cut)).step((x,), y), "has 2 parts, but the value has 1"),
         (lambda: pipe(args_chunk_spec=cut).step((x, 3), y), r"the inputs\[1\] is 3, .* only tensors can be cut"),
-        (lambda: pipe(args_chunk_spec=(whole,), targets_chunk_spec=(whole,)).step(x, (y,)), "nothing to cut into 2"),
-        (lambda: pipe(args_chunk_spec=cut).predict(x), "pass the Pipeline output_merge_spec="),
+        (
+            lambda: pipe(args_chunk_spec=(whole,), targets_chunk_spec=(whole,)).step(x, (y,)),
+            "nothing can be cut into 2",
+        ),
+        (lambda: pipe(args_chunk_spec=cut).predict(x), "pass output_merge_spec= to the Pipeline"),
         (lambda: pipe(output_merge_spec=(whole,)).predict(x), "the chunk spec of the outputs is a tuple"),
-        (lambda: pipe(output_merge_spec=TensorChunkSpec(3)).predict(x), "says dimension 3, and an output is of shape"),
+        (lambda: pipe(output_merge_spec=TensorChunkSpec(3)).predict(x), "has dimension 3, but an output is of shape"),
     ]
     for mistake, words in mistakes:
         with pytest.raises(sl.StagelineError, match=words):
@@ -623,7 +626,7 @@ def test_functions_with_weights_are_refused_by_name() -> None:
         (reads_global, "the function reads_global, which uses the parameter weight of a Linear"),
         (calls_one, "the parameter weight of a Linear"),
         (nn.ReLU, r"layer 1 is the class ReLU, not a layer; pass an instance: ReLU\(…\)"),
-        (lambda: nn.ReLU(), "takes no input, and the list also has layers"),
+        (lambda: nn.ReLU(), "takes no input, but the list also contains layers"),
     ]
     for function, words in mistakes:
         with pytest.raises(sl.StagelineError, match=words):
