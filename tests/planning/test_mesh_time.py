@@ -186,7 +186,7 @@ def test_a_file_has_one_row_per_rank(name: str, capsys: pytest.CaptureFixture[st
         ({"ranks": 2, "bandwidth": {"tpp": 1}}, r"each dimension of the mesh once .* got 'tpp'"),
         ({"ranks": 2, "bandwidth": [[1, 2]]}, "a square matrix with one row per rank"),
         ({"ranks": 2, "bandwidth": [[1, 0], [1, 1]]}, "above 0 between any two ranks"),
-        ({"ranks": 2, "bandwidth": "fast"}, "takes a size, like 24GiB or 10G"),
+        ({"ranks": 2, "bandwidth": "fast"}, "must be a size, like 24GiB or 10G"),
         ({"ranks": 2, "bandwidth": "none.json"}, "none.json"),
         ({"ranks": 2, "transfer": -1.0}, "transfer must be a number >= 0"),
         ({"ranks": 2, "speed": [1, 0]}, "speed must be a number above 0, or one for each of the 2 pipeline ranks"),

@@ -324,7 +324,7 @@ def test_sizes_may_be_strings() -> None:
     assert len(sl.split(model, 2, by="parameters", memory="1MiB")) == 2
     with pytest.raises(sl.StagelineError, match=r"memory|fit"):
         sl.split(model, 2, by="parameters", memory="1KiB")
-    with pytest.raises(sl.StagelineError, match="memory takes a size"):
+    with pytest.raises(sl.StagelineError, match="memory must be a size"):
         sl.split(model, 2, by="parameters", memory="lots")
 
 
@@ -386,7 +386,7 @@ def test_an_invalid_file_is_refused_with_the_reason(tmp_path: Path, change: dict
         ({"ranks": 9, "microbatches": 2}, "the model has 4 units, but 9 ranks"),
         ({"ranks": 2, "microbatches": 2, "memory": -1}, "memory must be a number of bytes above 0"),
         ({"ranks": 2, "microbatches": 2, "memory": [1.0]}, "one for each of the 2 ranks"),
-        ({"ranks": 2, "microbatches": 2, "memory": "much"}, "memory takes a size, like 24GiB or 10G; got 'much'"),
+        ({"ranks": 2, "microbatches": 2, "memory": "much"}, "memory must be a size, like 24GiB or 10G; got 'much'"),
         ({"ranks": 2, "microbatches": 2, "memory": "8GB,9GB,1GB"}, "one for each of the 2 ranks"),
         ({"ranks": 2, "microbatches": 2, "recompute": "stages"}, r"did you mean 'stage'\?"),
         ({"ranks": 2, "microbatches": 2, "schedule": "1fb1"}, r"did you mean '1f1b'\?"),
@@ -488,7 +488,7 @@ def test_the_command_suggests_changes_if_nothing_fits(tmp_path: Path, capsys: py
     assert run([*words, "--memory", "0"]) == 2
     assert "--memory must be a number of bytes above 0 or a size like 24GiB" in capsys.readouterr().err
     assert run([*words, "--memory", "much"]) == 2
-    assert "--memory takes a size" in capsys.readouterr().err
+    assert "--memory must be a size" in capsys.readouterr().err
 
 
 def layers() -> list[nn.Module]:

@@ -228,12 +228,12 @@ def test_tensor_parallel_rows_train_as_the_plain_loop_and_mistakes_are_named() -
         "two directions": r"parallelize is applied to a stage with .*, whose parameters other stages or ranks also use",
         "not callable": r"parallelize must be a function of a stage and a mesh that changes the stage in place, got",
         "unnamed": r"mesh= must be a DeviceMesh whose dimensions are named pp, dp, dp_replicate, dp_shard, tp, in any "
-        r"order, and DeviceMesh.* has no names: pass mesh_dim_names=",
+        r"order, but DeviceMesh.* has no names; pass mesh_dim_names=",
         "unknown": r"the mesh has the dimension 'shards' of size 2, but a pipeline supports only pp, dp, dp_replicate, "
         r"dp_shard, tp; rename it \(did you mean 'dp_shard'\?\), or create a mesh without it",
-        "context": r"the mesh has the dimension 'cp' of size 2, .*; context parallel is not supported",
-        "too small": r"the mesh \(pp 2\) holds the processes \[0, 1\], and 4 were started: it must hold each of them "
-        r"once, or be a part of a mesh that does, such as world\[\"pp\"\]",
+        "context": r"the mesh has the dimension 'cp' of size 2, .*; context parallelism is not supported",
+        "too small": r"the mesh \(pp 2\) contains the processes \[0, 1\], but 4 were started; it must contain each of "
+        r"them once, or be part of a mesh that does, such as world\[\"pp\"\]",
         "twice": r"the mesh has both 'dp' and 'dp_replicate', which are the same dimension; keep one",
         "parallelize": r"process 0 \(pp 0, tp 0\) and process 1 \(pp 0, tp 1\) differ in parallelize: .*",
         "mesh": r"process 0 \(.*\) and process 1 \(.*\) differ in replicas and mesh: process 0 .* has .*Layout.*",

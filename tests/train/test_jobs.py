@@ -82,7 +82,7 @@ def test_a_second_interrupt_ends_at_once(fork_server: ForkServer, tokens: Path) 
     wait_until(child, lambda: (folder / "heard-1").exists())
     child.signal(signal.SIGINT)
     assert child.wait(PATIENCE) == 130
-    assert "ended at once; the last published checkpoint is intact" in log_of(tokens, "run")
+    assert "stopped immediately; the last published checkpoint is intact" in log_of(tokens, "run")
 
 
 def test_a_rank_whose_peer_died_ends_with_an_error_and_saves_nothing(fork_server: ForkServer, tokens: Path) -> None:

@@ -68,7 +68,7 @@ def require(library: str, what: str, install: str = "") -> Any:
         return importlib.import_module(library)
     except ImportError as error:
         raise StagelineError(
-            f"{what} needs {library}, which cannot be imported ({error}): pip install {install or library}"
+            f"{what} needs {library}, which cannot be imported ({error}); run pip install {install or library}"
         ) from error
 
 

@@ -183,12 +183,14 @@ def test_an_object_that_holds_tensors_is_refused_by_name(kind: Any) -> None:
     """It cannot be cut, and every microbatch would get all of it."""
     x, y, scale = torch.randn(8, 4), torch.randn(8, 4), torch.randn(8, 1)
     pipe = scaled_pipe(nn.Sequential(Scaled(), Scaled()))
-    words = r"stage_kwargs\[0\]\['info'\].* holds tensors .* cannot cut .*pass kwargs_chunk_spec=\{'info': None\}"
+    words = r"stage_kwargs\[0\]\['info'\].* contains tensors .* cannot cut .*pass kwargs_chunk_spec=\{'info': None\}"
     with pytest.raises(sl.StagelineError, match=words):
         pipe.step(x, y, stage_kwargs={0: {"info": kind(scale)}})
-    with pytest.raises(sl.StagelineError, match=r"the targets\[1\].* holds tensors|the targets\[1\]\[1\].* holds"):
+    with pytest.raises(
+        sl.StagelineError, match=r"the targets\[1\].* contains tensors|the targets\[1\]\[1\].* contains"
+    ):
         pipe.step(x, (y, kind(scale)))
-    with pytest.raises(sl.StagelineError, match=r"the inputs\[1\].* holds tensors|the inputs\[1\]\[1\].* holds"):
+    with pytest.raises(sl.StagelineError, match=r"the inputs\[1\].* contains tensors|the inputs\[1\]\[1\].* contains"):
         pipe.step((x, kind(scale)), y)
     assert all(grad is None for grad in gradients(pipe.model).values())
 
@@ -247,7 +249,7 @@ def test_an_object_whose_code_reads_tensors_is_refused_by_name(value: Any) -> No
     """Every microbatch would read all rows of a global, of an attribute of a class or behind a weak reference."""
     x, y = torch.randn(8, 4), torch.randn(8, 4)
     pipe = scaled_pipe(nn.Sequential(Scaled(), Scaled()))
-    words = r"stage_kwargs\[0\]\['info'\].* holds tensors .* cannot cut .*pass kwargs_chunk_spec=\{'info': None\}"
+    words = r"stage_kwargs\[0\]\['info'\].* contains tensors .* cannot cut .*pass kwargs_chunk_spec=\{'info': None\}"
     with pytest.raises(sl.StagelineError, match=words):
         pipe.step(x, y, stage_kwargs={0: {"info": value}})
     assert all(grad is None for grad in gradients(pipe.model).values())

@@ -755,7 +755,7 @@ def test_checkpoints_are_listed_verified_and_converted(tmp_path: Path, capsys: C
         ("verify step-00000001", "step-00000001 is not a checkpoint: it does not exist"),
         ("list .", "has no checkpoints"),
         ("convert c out --dtype bfloat", "did you mean 'bfloat16'"),
-        ("convert c out --max-shard-size lots", "takes a size, like 24GiB or 10G; got 'lots'"),
+        ("convert c out --max-shard-size lots", "must be a size, like 24GiB or 10G; got 'lots'"),
         ("convert c out --format zip", "zip"),
         ("convert c c", "c already exists and is not overwritten"),
         ("convert c a.safetensors --format stageline", "a checkpoint is written as a folder"),

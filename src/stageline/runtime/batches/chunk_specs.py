@@ -226,7 +226,7 @@ def _how(leaf: Any, spec: Any, where: str) -> How:
         return CutRule.REPLICATE
     if isinstance(leaf, Tensor) and not _dense(leaf):
         kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
-        verb = "hold" if where in ("the inputs", "the targets") else "is"
+        verb = "contain" if where in ("the inputs", "the targets") else "is"
         raise StagelineError(
             f"{where} {verb} a {kind} tensor, which cannot be cut into microbatches; pass a dense one, with "
             "padding and a mask if needed, or use a chunk spec of None to pass it whole to every microbatch"

@@ -158,7 +158,7 @@ def did_you_mean(key: str, prefix: str = "") -> str:
     `prefix` is put before the suggested names.
 
     >>> did_you_mean("parallelism.expert_parallel_degree")
-    '; expert parallel is not supported: keep all experts of a layer on a rank, and shard them with dp_shard'
+    '; expert parallelism is not supported; keep all experts of a layer on a rank, and shard them with dp_shard'
     """
     section, _, name = key.replace("-", "_").rpartition(".")
     if name in NOT_SUPPORTED:
