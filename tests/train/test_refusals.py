@@ -83,7 +83,7 @@ def test_a_step_that_is_asked_for_must_be_there_and_whole() -> None:
     train()
     refused("has no checkpoint of step 3; it has 2, 4", "checkpoint.load_step=3")
     name = flip_a_bit(2)
-    refused(f"{name}: contents changed after writing", "checkpoint.load_step=2", "training.steps=6")
+    refused(f"{name}: checksum mismatch", "checkpoint.load_step=2", "training.steps=6")
     assert train("checkpoint.load_step=4", "training.steps=6").step == 6
 
 
@@ -91,7 +91,7 @@ def test_weights_to_begin_with_are_those_of_a_whole_checkpoint(capsys: pytest.Ca
     train()
     name = flip_a_bit(4)
     damaged = "checkpoint.initial_load_path=run/checkpoint/step-00000004"
-    refused(f"initial_load_path.*{name}: contents changed after writing", damaged, "job.dump_folder=b")
+    refused(f"initial_load_path.*{name}: checksum mismatch", damaged, "job.dump_folder=b")
     # A folder of checkpoints stands for its newest intact one.
     train("checkpoint.initial_load_path=run/checkpoint", "job.dump_folder=b")
     train("checkpoint.initial_load_path=run/checkpoint/step-00000002", "job.dump_folder=c")

@@ -62,7 +62,7 @@ def require(library: str, what: str, install: str = "") -> Any:
     Traceback (most recent call last):
         ...
     stageline.StagelineError: the launcher x needs no_such_library, which cannot be imported (No module named
-    'no_such_library'): pip install 'stageline[x]'
+    'no_such_library'); run pip install 'stageline[x]'
     """
     try:
         return importlib.import_module(library)

@@ -268,7 +268,7 @@ def find_layout(ranks: int, replicas: int | None, mesh: DeviceMesh | None, proce
     >>> find_layout(2, None, None, processes=6)
     Traceback (most recent call last):
         ...
-    stageline.StagelineError: the schedule has 2 ranks and 6 processes were started; start 2, or pass ranks=6, or
+    stageline.StagelineError: the schedule has 2 ranks, but 6 processes were started; start 2, or pass ranks=6, or
     replicas=3 (3 × 2 = 6)
     """
     if replicas is not None and (not isinstance(replicas, int) or replicas < 1):

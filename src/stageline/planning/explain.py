@@ -167,7 +167,7 @@ def why_not_mesh(other: MeshAlternative, plan: Plan) -> str:
     if longer < SAME_TIME:
         peak = max(rank.total for rank in plan.memory)
         return "as fast, more memory" if other.memory > peak else "as fast"
-    return f"{longer:.1%} longer" if other.complete else f"{longer:.1%} longer; the search was not complete"
+    return f"{longer:.1%} longer" if other.complete else f"{longer:.1%} longer; search incomplete"
 
 
 def why_not(alternative: Alternative, plan: Plan, peak: float) -> str:

@@ -92,7 +92,7 @@ def test_the_next_host_leads_when_the_first_is_lost_and_a_minority_stops(fleet: 
     networks[1].close()
     until(lambda: networks[2].lost.keys() == {0, 1})
     assert networks[2].cut_off == (
-        "host 1 (127.0.0.1) cannot be reached from host 2, and a job continues only with most of its hosts"
+        "host 1 (127.0.0.1) cannot be reached from host 2, and a job needs most of its hosts to continue"
     )
 
 

@@ -298,7 +298,7 @@ def test_tensors_that_are_not_dense_are_refused_by_name() -> None:
     for value in (torch.eye(8).to_sparse(), torch.nested.nested_tensor([torch.ones(2)] * 8, layout=torch.jagged)):
         with pytest.raises(sl.StagelineError, match=r"is a (nested|sparse_coo) tensor, which cannot be cut"):
             pipe.step(x, y, stage_kwargs={0: {"info": value}})
-        with pytest.raises(sl.StagelineError, match=r"the inputs hold a (nested|sparse_coo) tensor"):
+        with pytest.raises(sl.StagelineError, match=r"the inputs contain a (nested|sparse_coo) tensor"):
             pipe.step(value, y)
 
 

@@ -397,8 +397,8 @@ def pipe(path: Path) -> None:
 
 MODEL, INDEX = "model-00001-of-00002.safetensors", "model.safetensors.index.json"
 DAMAGES: dict[str, tuple[str, Callable[[Path], object], str, str]] = {
-    "flipped": (MODEL, flip, "checksum", "contents changed after writing"),
-    "flipped in the header": (MODEL, lambda path: flip(path, 0.1), "checksum", "contents changed after writing"),
+    "flipped": (MODEL, flip, "checksum", "checksum mismatch"),
+    "flipped in the header": (MODEL, lambda path: flip(path, 0.1), "checksum", "checksum mismatch"),
     "flipped in the manifest": ("manifest.json", flip, "manifest", "was modified after it was written"),
     "truncated": (MODEL, truncate, "size", "bytes, expected"),
     "truncated manifest": ("manifest.json", truncate, "manifest", ""),
@@ -406,7 +406,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str, str]] = {
     "missing manifest": ("manifest.json", Path.unlink, "missing", "is missing"),
     "swapped": (MODEL, lambda path: exchange(path, path.with_name(INDEX)), "size", "bytes, expected"),
     "exchanged with an earlier one": (
-        MODEL, lambda path: exchange(path, path.parent.parent / "step-00000001" / path.name), "checksum", "changed"
+        MODEL, lambda path: exchange(path, path.parent.parent / "step-00000001" / path.name), "checksum", "mismatch"
     ),
     "another's manifest": (
         "manifest.json", lambda path: shutil.copy(path.parent.parent / "step-00000001" / path.name, path), "manifest",

@@ -269,7 +269,7 @@ class HostNetwork:
         ):
             return ""
         names = ", ".join(f"host {number} ({self._name(number)})" for number in missing)
-        return f"{names} cannot be reached from host {self.number}, and a job continues only with most of its hosts"
+        return f"{names} cannot be reached from host {self.number}, and a job needs most of its hosts to continue"
 
     def _name(self, number: int) -> str:
         return self.table[number].address if number in self.table else "unknown"

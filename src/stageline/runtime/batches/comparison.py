@@ -84,7 +84,7 @@ def disagreement(
     `needs` says for the inputs and for the targets which ranks read them. Targets may be None, but on all ranks.
 
     >>> disagreement(np.array([[8.0, 5, 7, 0], [8, 5, 0, 0]]), [0, 1, 2], {1: {0}, 2: {1}})
-    'rank 0 received the targets, and rank 1, which reads them, received None; pass them to rank 1'
+    'rank 0 received the targets, but rank 1, which reads them, received None; pass them to rank 1'
     """
     apart = difference(rows, columns, names)
     if apart:

@@ -242,7 +242,7 @@ class Checkpoint:
             return Damage(self.path, name, "unreadable", f"cannot be read: {reason(error)}")
         expected = self.manifest.files[name].sha256
         if checksum != expected:
-            text = f"contents changed after writing: sha256 {checksum[:12]}…, expected {expected[:12]}…"
+            text = f"checksum mismatch: sha256 {checksum[:12]}…, expected {expected[:12]}…"
             return Damage(self.path, name, "checksum", text)
         return None
 
