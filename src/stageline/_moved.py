@@ -43,7 +43,7 @@ class MovedModules:
 
         old = module.__name__
         new = "stageline." + MOVED[old.removeprefix("stageline.")]
-        warnings.warn(f"{old} is now {new}; the old name will go away", DeprecationWarning, stacklevel=2)
+        warnings.warn(f"{old} has moved to {new}; the old name will be removed", DeprecationWarning, stacklevel=2)
         moved = import_module(new)
         module.__doc__ = moved.__doc__
         module.__getattr__ = lambda name: getattr(moved, RENAMED.get(name, name))  # type: ignore[method-assign]

@@ -207,7 +207,9 @@ def test_hooks_of_both_sides_of_a_cut_are_refused_where_their_order_counts() -> 
         return nn.Sequential(*(Both(8, 8) for _ in range(4)))
 
     for name in ("1f1b", "zb-h1", "zb-v"):
-        with pytest.raises(sl.PipelineError, match=r"has a hook on its output, and stage . has one on the same tensor"):
+        with pytest.raises(
+            sl.PipelineError, match=r"has a hook on its output, and stage . has a hook on the same tensor"
+        ):
             compare(build(), name)
     Both.changes = False
     for name in ("1f1b", "zb-h1", "zb-v"):

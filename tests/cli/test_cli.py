@@ -334,19 +334,22 @@ def test_a_config_of_hugging_face_is_a_model(models: Path, capsys: Capture) -> N
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("inspect nothing", "named as package.module:function or as a config.json, got 'nothing'"),
+        ("inspect nothing", "MODEL must be package.module:function or a config.json, got 'nothing'"),
         ("inspect models_of_a_test:mke", "has no function 'mke' (did you mean 'make'?)"),
         ("inspect no_such_module:make", "cannot import no_such_module"),
         ("inspect models_of_a_test:wrong", "returned a int; it must return a model"),
         ("inspect none.json", "cannot read the config none.json"),
-        ("check models_of_a_test:alone", "returns no batch; let it return (model, inputs, targets, loss_fn), or"),
-        ("check models_of_a_test:without_loss", "has no loss; let it return (model, inputs, targets, loss_fn), or"),
-        ("check models_of_a_test:inputs_alone", "has no loss; let it return (model, inputs, targets, loss_fn), or"),
+        (
+            "check models_of_a_test:alone",
+            "does not return a batch; it must return (model, inputs, targets, loss_fn)",
+        ),
+        ("check models_of_a_test:without_loss", "has no loss; it must return (model, inputs, targets, loss_fn)"),
+        ("check models_of_a_test:inputs_alone", "has no loss; it must return (model, inputs, targets, loss_fn)"),
         (
             "check models_of_a_test:swapped",
             "returned a function as the targets; it must return a model, (model, inputs)",
         ),
-        ("profile models_of_a_test:alone", "returns no inputs"),
+        ("profile models_of_a_test:alone", "does not return inputs"),
         ("inspect models_of_a_test:alone --stages 9", "has 2 units (0, 1), but 9 stages were requested"),
     ],
 )

@@ -118,7 +118,7 @@ def test_all_errors_of_words_and_file_are_reported_at_once(trainers: Trainers, c
         "error: 11 errors in the config:",
         "  'model.dim=3' is neither an option nor a .toml file; did you mean --set model.dim=3?",
         "  unknown option --chek; did you mean --check?",
-        "  there are two config files, job.toml and second.toml; pass one",
+        "  got two config files, job.toml and second.toml; pass only one",
         "  job.toml: training.steps must be an integer >= 1, got 0; for example steps = 800",
         "  unknown option --trainig.seed; did you mean --training.seed?",
         "  unknown option --no-training.seed; did you mean --training.seed?",
@@ -168,10 +168,13 @@ def test_a_check_finds_what_the_run_would_refuse(capsys: Capture) -> None:
         ("--model.name module_that_is_not_there:make", "cannot import module_that_is_not_there"),
         ("--training.loss module_that_is_not_there:loss", "cannot import module_that_is_not_there"),
         ("--model.vocab_size 100", "model.vocab_size is 100"),
-        ("--activation_checkpoint.mode selective --activation_checkpoint.modules foo", "none of the model's modules"),
+        (
+            "--activation_checkpoint.mode selective --activation_checkpoint.modules foo",
+            "matches no module of the model",
+        ),
         ("--checkpoint.load_step 5", "has no checkpoint of step 5"),
-        ("--checkpoint.initial_load_path nowhere", "there is no such file or folder"),
-        ("--job.dump_folder full", "holds other files and no run"),
+        ("--checkpoint.initial_load_path nowhere", "which does not exist"),
+        ("--job.dump_folder full", "contains other files but no run"),
     ):
         assert expected in "\n".join(refused(capsys, "--check", *words.split())), words
     for words in (

@@ -16,7 +16,9 @@ def test_listeners_take_the_free_ports_of_the_range_in_order(monkeypatch: pytest
     monkeypatch.setenv("STAGELINE_PORTS", f"{port}-{port}")
     with listen("127.0.0.1") as first:
         assert first.getsockname()[1] == port
-        with pytest.raises(OSError, match=f"all 1 ports of STAGELINE_PORTS={port}-{port} are in use: another job"):
+        with pytest.raises(
+            OSError, match=f"all 1 ports of STAGELINE_PORTS={port}-{port} are in use, possibly by another job"
+        ):
             listen("127.0.0.1")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -98,7 +98,7 @@ def test_a_secret_in_the_store_is_refused_on_one_machine() -> None:
 def test_one_warning_says_that_links_trust_the_store_across_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trust, "_warned", False)
     store = Pinboard()
-    with pytest.warns(UserWarning, match="their connections trust whoever reaches torch.s store"):
+    with pytest.warns(UserWarning, match="their connections trust anyone who can reach torch.s store"):
         Sharing(store, "control", 0, here=False)("known")
     Sharing(store, "links", 0, here=False)("known")  # warnings are errors here
     assert Sharing(store, "control", 1, here=False)("") == Sharing(store, "links", 1, here=False)("") == "known"
@@ -114,7 +114,7 @@ def test_a_secret_of_the_launcher_keeps_the_store_blind(monkeypatch: pytest.Monk
     wrong = "rank 1 does not have the secret of rank 0: set STAGELINE_SECRET or STAGELINE_SECRET_FILE to the same"
     with pytest.raises(TrustError, match=wrong):  # of another key
         Sharing(store, "control", 1, here=False)("")
-    (tmp_path / "secret").write_text("it has another secret of this job\n")
+    (tmp_path / "secret").write_text("it has a different secret of this job\n")
     monkeypatch.setenv("STAGELINE_SECRET_FILE", str(tmp_path / "secret"))
     with pytest.raises(TrustError, match=wrong):
         Sharing(store, "links", 1, here=False)("")
@@ -122,7 +122,7 @@ def test_a_secret_of_the_launcher_keeps_the_store_blind(monkeypatch: pytest.Monk
     with pytest.raises(TrustError, match=wrong):  # rank 0 has none
         Sharing(store, "plain", 1, here=False)("")
     (tmp_path / "secret").write_text("short")
-    with pytest.raises(TrustError, match=r"STAGELINE_SECRET_FILE=.* has 5 characters, and at least 16 are needed"):
+    with pytest.raises(TrustError, match=r"STAGELINE_SECRET_FILE=.* has 5 characters, but at least 16 are needed"):
         Sharing(store, "links", 1, here=False)
     monkeypatch.setenv("STAGELINE_SECRET_FILE", str(tmp_path / "absent"))
     with pytest.raises(TrustError, match="cannot read the secret of this job from the file of STAGELINE_SECRET_FILE"):
@@ -160,7 +160,7 @@ def train_beside_a_stranger(rank: int) -> int:
         for word in words:
             for kind in ("forward", "exchange", "collective"):
                 facts = {"source": 1 - target, "target": target, "kind": kind, "call": False}
-                with pytest.raises(TrustError, match="it has another secret"):
+                with pytest.raises(TrustError, match="it has a different secret"):
                     open_connection(host, int(port), word, facts, timeout=60.0)
             knock((host, int(port)), word.encode())
     assert watch.control._channel is not None

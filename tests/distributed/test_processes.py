@@ -120,7 +120,7 @@ def test_differences_between_ranks_are_named() -> None:
     first, second = run_ranks(mistakes, 2)
     for answer in (first, second):
         assert "rank 1 and rank 0 differ in the schedule" in answer[0]
-        assert "the schedule has 4 ranks and 2 processes were started" in answer[1]
+        assert "the schedule has 4 ranks, but 2 processes were started" in answer[1]
         assert "differ in loss_reduction" in answer[2]
         assert "differ in the seed that was passed" in answer.pop(3)
         assert answer[3] == "rank 1 received a different batch from rank 0: the inputs differ"
@@ -288,11 +288,11 @@ def test_a_type_shape_or_structure_that_changes_is_blamed_on_the_stage_that_pass
     for errors in run_ranks(changing, 3) if processes else [changing(0)]:
         for text, kind in zip(errors[:2], ("float64 of shape (2, 4)", "float32 of shape (2, 5)"), strict=True):
             assert text.startswith("rank 0 failed in F of stage 0, microbatch 0: "), text
-            assert f"passes on [{kind}] for microbatch 0 of step 1, and passed on [float32 of shape (2, 4)]" in text
+            assert f"returned [{kind}] for microbatch 0 of step 1, but returned [float32 of shape (2, 4)]" in text
             assert "stage 2 on rank 2 failed on it: RuntimeError: mat1" in text, text
         for text, kind in zip(errors[2:], STRUCTURES.values(), strict=True):
             assert text.startswith("rank 0 failed in F of stage 0, microbatch 0: "), text
-            assert f"passes on {kind} for microbatch 0 of step 1, and passed on one tensor, float32 of shape" in text
+            assert f"returned {kind} for microbatch 0 of step 1, but returned one tensor, float32 of shape" in text
             assert "stage 1 on rank 1 failed on it: TypeError: tanh()" in text, text
 
 
@@ -510,13 +510,13 @@ HERE = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two', which is not a whole number"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0, but at least 1 process is needed"),
-        ({"RANK": "2"}, "RANK=2 and WORLD_SIZE=2: the rank must be at least 0 and below 2"),
-        ({"RANK": ""}, "WORLD_SIZE=2 but no RANK"),
-        ({"MASTER_ADDR": "", "MASTER_PORT": ""}, "but no MASTER_ADDR and no MASTER_PORT"),
-        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK=1 and LOCAL_WORLD_SIZE=1"),
-        ({"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "0"}, "LOCAL_WORLD_SIZE=4 but only WORLD_SIZE=2"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', which is not an integer"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is 0, but at least 1 process is needed"),
+        ({"RANK": "2"}, "RANK is 2 and WORLD_SIZE is 2, but the rank must be at least 0 and below 2"),
+        ({"RANK": ""}, "WORLD_SIZE is 2, but the environment has no RANK"),
+        ({"MASTER_ADDR": "", "MASTER_PORT": ""}, "has no MASTER_ADDR and no MASTER_PORT"),
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK is 1 and LOCAL_WORLD_SIZE is 1"),
+        ({"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "0"}, "LOCAL_WORLD_SIZE is 4, which exceeds WORLD_SIZE, 2"),
     ],
 )
 def test_an_environment_that_contradicts_itself_is_refused(

@@ -177,7 +177,7 @@ for fault, kind in (("shape", r"float32 of shape \(1, 4\)"), ("dtype", r"float64
         )  # fmt: skip
         FAULTS[f"{fault} of the gradient of stage {stage + 1}"] = (
             {**STEP, "wire": [fault, "backward", stage + 1]}, stage, f"B of stage {stage}, microbatch 2",
-            rf"the gradient of stage {stage + 1}, .* of rank {stage + 1} as .* and got \[{kind}\]",
+            rf"the gradient of stage {stage + 1}, .* of rank {stage + 1} as .* but got \[{kind}\]",
         )  # fmt: skip
 PLAN = [item for planted, *_ in FAULTS.values() for item in (planted, {"do": "right"})]
 
@@ -243,7 +243,7 @@ def lost(job: Job, culprit: int, capsys: pytest.CaptureFixture[str], kind: str, 
     for rank, answer in job.wait(culprit).items():
         unharmed(answer)
         assert answer["text"].startswith(f"rank {culprit} {words}"), answer["text"]
-        assert "this job cannot continue: restart it" in answer["text"]
+        assert "this job cannot continue; restart it" in answer["text"]
         assert f"stageline: rank {rank}: rank {culprit} {words}" in job.log(rank)
         assert answer["threads"] == [] or kind == "frozen", answer["threads"]
     diagnosis = doctor(job.folder / f"flights-{step}", capsys)
@@ -289,7 +289,7 @@ def test_a_rank_that_never_starts_is_named_by_the_others(
     for answer in job.wait().values():
         assert answer["error"] == "PipelineError"
         assert answer["text"].startswith(f"rank {victim} never started: "), answer["text"]
-        assert "start the job again with all ranks" in answer["text"]
+        assert "restart the job with all ranks" in answer["text"]
     if victim:  # without rank 0, there is no control channel
         assert doctor(job.folder / "flights-0", capsys)["verdict"]["culprit"] == victim
 
@@ -315,7 +315,7 @@ def test_a_rank_whose_gpu_fails_is_lost(start: Start, capsys: pytest.CaptureFixt
     job.ranks[1].wait(PATIENCE)
     answer = job.answers(1)[-1]
     assert answer["error"] == "PipelineError"
-    assert "this job cannot continue: restart it" in answer["text"]
+    assert "this job cannot continue; restart it" in answer["text"]
 
 
 def test_an_interrupted_rank_is_named(start: Start, capsys: pytest.CaptureFixture[str]) -> None:

@@ -199,7 +199,7 @@ def test_doctor_reads_the_newest_job_and_names_the_others(tmp_path: Path, capsys
         ),
         (Verdict(2, "absent", deadline=30.0), ["rank 2 never started: it did not connect within 30 s", "was started"]),
         (Verdict(2, "left", text="SystemExit: 3", waiter=1), ["rank 2 left (SystemExit: 3)", "same number of steps"]),
-        (None, ["no record states which rank failed", "begin with the ranks that wrote nothing: 2"]),
+        (None, ["no record states which rank failed", "start with the ranks that wrote no record: 2"]),
     ],
 )
 def test_every_kind_of_failure_gets_its_advice(
@@ -251,7 +251,7 @@ def test_a_minority_verdict_is_mentioned(tmp_path: Path, capsys: Capture) -> Non
     data["verdict"] = Verdict(3, "raised", text="ValueError: planted", final=False).to_json()
     paths[2].write_text(json.dumps(data))
     out = call(["doctor", str(tmp_path)], capsys)
-    assert "but some ranks received another verdict: rank 3 failed: ValueError: planted" in out
+    assert "but some ranks received a different verdict: rank 3 failed: ValueError: planted" in out
 
 
 def damaged(text: str, change: Any) -> str:

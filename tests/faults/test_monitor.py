@@ -402,10 +402,12 @@ def test_losing_the_monitor_is_a_warning_and_training_continues(jobs: Any) -> No
     for survivor in job.survivors():
         survivor.do("step(control, 'F', None)")
         assert survivor.do(ASK) is None
-        assert survivor.do("control.lost") == "the failure monitor is gone"
+        assert survivor.do("control.lost") == "the failure monitor has exited"
         survivor.do("fail(control, 'planted')")
         survivor.tell("control.close()")
-        assert survivor.end().count("warning: no control channel: the failure monitor is gone; training continues") == 1
+        assert (
+            survivor.end().count("warning: no control channel: the failure monitor has exited; training continues") == 1
+        )
         assert survivor.process.returncode == 0
 
 

@@ -137,7 +137,7 @@ def test_a_standby_takes_over_when_the_first_monitor_is_killed(jobs: Any) -> Non
         verdict = survivor.do(ASK)
         assert (verdict["culprit"], verdict["kind"]) == (0, "died")
         survivor.process.kill()
-        warning = "warning: the failure monitor is gone; the standby on 127.0.0.2 takes over"
+        warning = "warning: the failure monitor has exited; the standby on 127.0.0.2 takes over"
         assert warning in survivor.process.communicate()[1]
 
 

@@ -220,7 +220,9 @@ def test_hidden_states_are_collected_over_stages() -> None:
 def test_a_batch_that_enables_a_cache_or_calls_a_unit_twice_is_refused_with_advice() -> None:
     words = torch.randint(3, WORDS, (4, 8))
     pipe = sl.Pipeline(causal("llama")(), loss_fn=sl.own_loss, ranks=2, microbatches=2)
-    with pytest.raises(sl.PipelineError, match=r"the batch has use_cache=True; a pipeline fills no cache, .* omit"):
+    with pytest.raises(
+        sl.PipelineError, match=r"the batch has use_cache=True; a pipeline does not support a key-value cache, .* omit"
+    ):
         pipe.step({"input_ids": words, "labels": words, "use_cache": True})
     model = causal("gpt2", **GPT2)()
     batch = {"input_ids": words, "labels": words, "token_type_ids": words}

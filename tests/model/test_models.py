@@ -216,7 +216,10 @@ def test_where_a_model_is_cut(ask: dict[str, Any], expected: Any) -> None:
         ({"by": "layer"}, r"by must be one of .*, got 'layer' \(did you mean 'layers'\?\)"),
         ({"by": "type:Blok"}, r"no module of the class 'Blok' \(did you mean 'Block'\?\) in GPT"),
         ({"by": ["transformer.h.0", "transformer.h.9"]}, r"no unit 'transformer.h.9' \(did you mean 'transformer.h"),
-        ({"by": ["transformer.h.2", "transformer.h.1"]}, "by names 2 units for 2 stages: pass the first unit of each"),
+        (
+            {"by": ["transformer.h.2", "transformer.h.1"]},
+            "by= has 2 unit names for 2 stages; pass the first unit of each",
+        ),
         ({"layers_per_stage": [4]}, "layers_per_stage has 1 numbers, but there are 2 stages"),
         ({"layers_per_stage": [4, 0]}, r"is \[4, 0\], and 0 is not a number of layers: every stage needs at least one"),
         ({"layers_per_stage": [4, True]}, "True is not a number of layers"),
@@ -224,16 +227,19 @@ def test_where_a_model_is_cut(ask: dict[str, Any], expected: Any) -> None:
             {"layers_per_stage": 2},
             r"layers_per_stage must be a list with the number of blocks of each stage, such as \[2, 3, 3\]; got 2",
         ),
-        ({"layers_per_stage": [2, 2], "by": "parameters"}, "says where to cut, and so does by='parameters'; pass one"),
+        (
+            {"layers_per_stage": [2, 2], "by": "parameters"},
+            "layers_per_stage= and by='parameters' both define where to cut; pass only one",
+        ),
         ({"stages": True}, "stages must be an integer >= 1, got True"),
         ({"stages": 2.5}, "stages must be an integer >= 1, got 2.5"),
         ({"by": 3}, "by must be one of layers, parameters, time, .*, got 3"),
         ({"by": None}, "by must be one of .*, got None"),
         ({"by": [1, 2]}, r"by must be one of .*, got \[1, 2\]"),
-        ({"by": "time"}, "needs a batch to run it on: example=batch, a tuple of the model's arguments, a dict"),
+        ({"by": "time"}, "needs a batch to run it on; pass example=, a tuple of the model's arguments, a dict"),
         ({"stack": 3}, "stack must be the name of the list of blocks, or a list of names, got 3"),
         ({"ranks": "2", "by": "parameters"}, "ranks must be an integer >= 1, got '2'"),
-        ({"ranks": 3, "stages": 4, "by": "parameters"}, "spread evenly over 3 ranks; pass ranks=1 or 2 or 4"),
+        ({"ranks": 3, "stages": 4, "by": "parameters"}, "fit evenly on 3 ranks; pass ranks=1 or 2 or 4"),
         ({"ranks": 2}, "ranks= needs costs: pass by='parameters', 'time' or a profile"),
         ({"placement": "v", "ranks": 1}, "ranks=, placement= need costs"),
         ({"schedule": "1f1b"}, "schedule= needs costs"),
@@ -266,7 +272,7 @@ def test_a_pipeline_refuses_other_objects(stages: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("ask", "message"),
     [
-        ({"by": "parameters"}, r"split it first: sl\.Pipeline\(sl\.split\(model, stages=…, by=…\), …\)"),
+        ({"by": "parameters"}, r"split the model first: sl\.Pipeline\(sl\.split\(model, stages=…, by=…\), …\)"),
         ({"split": "parameters"}, r"sl\.split\(model, stages=…, by=…\)"),
         ({"layers_per_stage": [2, 2]}, r"sl\.split\(model, stages=…, layers_per_stage=…\)"),
         ({"schedule": None}, "schedule must be a family such as '1f1b', a file, or a schedule from .*, got None"),
@@ -288,7 +294,7 @@ def test_a_model_without_a_stack_is_refused() -> None:
         sl.StagelineError, match=r"Alone has no stack of blocks to cut.* 1 parts with parameters \(only\)"
     ):
         sl.split(Alone(), 2)
-    with pytest.raises(sl.StagelineError, match="split takes a model"):
+    with pytest.raises(sl.StagelineError, match="split expects a model"):
         sl.split([nn.Linear(2, 2)], 1)  # type: ignore[arg-type]
 
 
@@ -375,12 +381,12 @@ def test_memory_pins_and_speeds_are_respected() -> None:
     assert staged.balance.rank_of == (0, 1, 1, 0)
     with pytest.raises(sl.StagelineError, match="no cut fits the memory"):
         sl.split(model, 2, by="parameters", memory=1000)
-    with pytest.raises(sl.StagelineError, match="4 stages cannot be spread evenly over 3 ranks"):
+    with pytest.raises(sl.StagelineError, match="4 stages do not fit evenly on 3 ranks"):
         sl.split(model, 4, by="parameters", ranks=3)
     with pytest.raises(sl.StagelineError, match="memory= needs costs"):
         sl.split(model, 2, memory=1e9)
     with pytest.raises(
-        sl.StagelineError, match="by='time' measures the model, and needs a batch to run it on: example=batch"
+        sl.StagelineError, match="by='time' measures the model and needs a batch to run it on; pass example="
     ):
         sl.split(model, 2, by="time")
     other = sl.profile(nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2), repeats=1, warmup=0)
@@ -411,7 +417,7 @@ def test_an_error_hints_at_a_value_that_a_hook_left_on_another_rank(
     for error, notes in run_ranks(with_hooks, 2):
         assert error.startswith("rank 1 failed in F of stage 1, microbatch 0: KeyError: 'seen'; ")
         (note,) = [text for text in notes if text.startswith("not all stages before stage 1 run in its process: ")]
-        assert "leave beside their outputs, in a global or on a module, does not travel between ranks" in note
+        assert "store in a global or on a module, outside their outputs, are not sent between ranks" in note
     assert with_hooks(0) == ("", [])  # threads share globals
 
 

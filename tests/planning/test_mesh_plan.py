@@ -159,14 +159,14 @@ def test_a_file_keeps_the_mesh_and_older_files_have_none() -> None:
     ("mesh", "ranks", "expected"),
     [
         ({"pp": 4}, 4, "one of ranks=, mesh= and devices=, got ranks and mesh"),
-        ({"pp": 2, "dp_shards": 2}, None, r"a dimension 'dp_shards' \(did you mean 'dp_shard'\?\); a plan counts pp, "),
-        ({"pp": 2, "cp": 2}, None, "a dimension 'cp'; a plan counts pp"),
-        ({"pp": 2, "dp": 2, "dp_replicate": 2}, None, "dp and dp_replicate, which are the same"),
-        ({"pp": 2, "tp": 0}, None, "dimension tp of the mesh must be a whole number from 1, got 0"),
-        ({"pp": 2, "tp": 2.0}, None, r"dimension tp of the mesh must be a whole number from 1, got 2\.0"),
-        ({"pp": True}, None, "dimension pp of the mesh must be a whole number from 1, got True"),
+        ({"pp": 2, "dp_shards": 2}, None, r"dimension 'dp_shards' \(did you mean 'dp_shard'\?\); a plan supports pp"),
+        ({"pp": 2, "cp": 2}, None, "an unknown dimension 'cp'; a plan supports pp"),
+        ({"pp": 2, "dp": 2, "dp_replicate": 2}, None, "both dp and dp_replicate"),
+        ({"pp": 2, "tp": 0}, None, "dimension tp of the mesh must be an integer >= 1, got 0"),
+        ({"pp": 2, "tp": 2.0}, None, r"dimension tp of the mesh must be an integer >= 1, got 2\.0"),
+        ({"pp": True}, None, "dimension pp of the mesh must be an integer >= 1, got True"),
         ({"pp": 10**9}, None, "plan needs the mesh's pp to be a whole number"),
-        ((2, 2), None, r"mesh= maps dimensions to their sizes, .* got \(2, 2\)"),
+        ((2, 2), None, r"mesh= must map dimensions to sizes, .* got \(2, 2\)"),
         (None, None, "one of ranks=, mesh= and devices=, got none of them"),
         (None, 2.5, "plan needs ranks to be a whole number"),
     ],
@@ -277,4 +277,4 @@ def test_the_command_takes_a_mesh(capsys: pytest.CaptureFixture[str]) -> None:
         assert run([*words, "--mesh", mesh]) != 0
         assert expected in capsys.readouterr().err
     assert run(words) != 0
-    assert "plan takes one of --ranks, --mesh and --devices, got none of them" in capsys.readouterr().err
+    assert "plan needs exactly one of --ranks, --mesh and --devices, got none of them" in capsys.readouterr().err

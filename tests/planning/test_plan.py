@@ -324,7 +324,7 @@ def test_sizes_may_be_strings() -> None:
     assert len(sl.split(model, 2, by="parameters", memory="1MiB")) == 2
     with pytest.raises(sl.StagelineError, match=r"memory|fit"):
         sl.split(model, 2, by="parameters", memory="1KiB")
-    with pytest.raises(sl.StagelineError, match="memory takes a size"):
+    with pytest.raises(sl.StagelineError, match="memory must be a size"):
         sl.split(model, 2, by="parameters", memory="lots")
 
 
@@ -386,7 +386,7 @@ def test_an_invalid_file_is_refused_with_the_reason(tmp_path: Path, change: dict
         ({"ranks": 9, "microbatches": 2}, "the model has 4 units, but 9 ranks"),
         ({"ranks": 2, "microbatches": 2, "memory": -1}, "memory must be a number of bytes above 0"),
         ({"ranks": 2, "microbatches": 2, "memory": [1.0]}, "one for each of the 2 ranks"),
-        ({"ranks": 2, "microbatches": 2, "memory": "much"}, "memory takes a size, like 24GiB or 10G; got 'much'"),
+        ({"ranks": 2, "microbatches": 2, "memory": "much"}, "memory must be a size, like 24GiB or 10G; got 'much'"),
         ({"ranks": 2, "microbatches": 2, "memory": "8GB,9GB,1GB"}, "one for each of the 2 ranks"),
         ({"ranks": 2, "microbatches": 2, "recompute": "stages"}, r"did you mean 'stage'\?"),
         ({"ranks": 2, "microbatches": 2, "schedule": "1fb1"}, r"did you mean '1f1b'\?"),
@@ -398,7 +398,7 @@ def test_an_invalid_file_is_refused_with_the_reason(tmp_path: Path, change: dict
         ({"ranks": 2, "microbatches": 2, "transfer": -1.0}, "transfer must be a number >= 0"),
         ({"ranks": 3, "microbatches": 2, "schedule": "zb-v"}, "no schedule of zb-v is possible for 4 units on 3 ranks"),
         ({"ranks": 2, "microbatches": 2, "profile": 5}, "expected a Profile"),
-        ({"ranks": 2, "microbatches": 2, "profile": {0: even(4)}}, "1 or more samples"),
+        ({"ranks": 2, "microbatches": 2, "profile": {0: even(4)}}, "must be an integer >= 1"),
         ({"ranks": 2, "microbatches": 2, "profile": {1: even(4), 2: even(3)}}, "profiles have different layers"),
     ],
 )
@@ -484,11 +484,11 @@ def test_the_command_suggests_changes_if_nothing_fits(tmp_path: Path, capsys: py
         assert run(fits) == 0, fits
     capsys.readouterr()
     assert run([*words[:4], "--memory", "100"]) == 2
-    assert "plan needs --microbatches, the number in a step, or --batch" in capsys.readouterr().err
+    assert "plan needs --microbatches, the number per step, or --batch" in capsys.readouterr().err
     assert run([*words, "--memory", "0"]) == 2
     assert "--memory must be a number of bytes above 0 or a size like 24GiB" in capsys.readouterr().err
     assert run([*words, "--memory", "much"]) == 2
-    assert "--memory takes a size" in capsys.readouterr().err
+    assert "--memory must be a size" in capsys.readouterr().err
 
 
 def layers() -> list[nn.Module]:
@@ -537,7 +537,7 @@ def test_a_pipeline_chooses_its_microbatches_and_builds_only_after_that() -> Non
         ),
         ({"ranks": 9, "example": torch.ones(4, 8)}, "the model has 6 units, but 9 ranks"),
         ({"ranks": 2, "example": torch.ones(4, 8), "microbatches": 0}, "microbatches must be an integer >= 1"),
-        ({"ranks": 2, "example": 5}, "the example must have tensors"),
+        ({"ranks": 2, "example": 5}, "the example must contain tensors"),
     ],
 )
 def test_auto_names_missing_arguments(options: dict[str, Any], message: str) -> None:
@@ -546,7 +546,7 @@ def test_auto_names_missing_arguments(options: dict[str, Any], message: str) -> 
 
 
 def test_auto_refuses_a_model_that_is_already_cut() -> None:
-    with pytest.raises(sl.StagelineError, match="pass the model, or a function that builds it, not its stages"):
+    with pytest.raises(sl.StagelineError, match="pass the model, or a function that builds it, instead of stages"):
         sl.Pipeline(layers(), loss_fn=functional.mse_loss, schedule="auto", ranks=2, example=torch.ones(4, 8))
 
 
@@ -599,7 +599,7 @@ def test_ranks_that_share_cores_slow_each_other_down() -> None:
 def test_the_number_of_ranks_is_chosen_for_the_cores(cores: float, ranks: int) -> None:
     best = sl.plan(profile=even(6), microbatches=12, schedule="1f1b", ranks="auto", cores=cores)
     assert best.ranks == ranks
-    with pytest.raises(sl.StagelineError, match="pass cores=, their number"):
+    with pytest.raises(sl.StagelineError, match="pass the number of cores as cores="):
         sl.plan(profile=even(6), microbatches=4, ranks="auto")
     with pytest.raises(sl.StagelineError, match="cores must be a number above 0"):
         sl.plan(profile=even(6), microbatches=4, ranks=2, cores=0)

@@ -218,28 +218,28 @@ def test_tensor_parallel_rows_train_as_the_plain_loop_and_mistakes_are_named() -
     known = {
         "samples": r"process 1 \(pp 0, tp 1\) received a different batch from process 0 \(pp 0, tp 0\): the inputs "
         r"differ, and processes that differ only in pp or tp take the same samples",
-        "replaced": r"parallelize returned another Sequential for stage \d; change the part in place, and return",
+        "replaced": r"parallelize returned another Sequential for stage \d; change the stage in place, and return",
         "renamed": r"parallelize changed the names of the parameters of stage \d: \d.norm.weight is gone and "
-        r"\d.other.weight is new; keep them",
+        r"\d.other.weight is new; keep the names",
         "halved": r"parallelize changed the shape of \d.up.weight from \(16, 8\) to \(8, 8\)",
-        "nothing": r"the mesh has tp 2, but nothing says which layers are cut: Sequential has no tp_plan; pass",
+        "nothing": r"the mesh has tp 2, but it is unknown which layers to cut: Sequential has no tp_plan; pass",
         "graphs": r"cuda_graphs=True cannot be combined with stages whose parameters are sharded",
-        "compile": r"compile= cannot be combined with layers that tensor parallel cuts \(the mesh has tp 2\)",
+        "compile": r"compile= cannot be combined with tensor-parallel layers \(the mesh has tp 2\)",
         "two directions": r"parallelize is applied to a stage with .*, whose parameters other stages or ranks also use",
         "not callable": r"parallelize must be a function of a stage and a mesh that changes the stage in place, got",
         "unnamed": r"mesh= must be a DeviceMesh whose dimensions are named pp, dp, dp_replicate, dp_shard, tp, in any "
-        r"order, and DeviceMesh.* has no names: pass mesh_dim_names=",
+        r"order, but DeviceMesh.* has no names; pass mesh_dim_names=",
         "unknown": r"the mesh has the dimension 'shards' of size 2, but a pipeline supports only pp, dp, dp_replicate, "
         r"dp_shard, tp; rename it \(did you mean 'dp_shard'\?\), or create a mesh without it",
-        "context": r"the mesh has the dimension 'cp' of size 2, .*; context parallel is not supported",
-        "too small": r"the mesh \(pp 2\) holds the processes \[0, 1\], and 4 were started: it must hold each of them "
-        r"once, or be a part of a mesh that does, such as world\[\"pp\"\]",
+        "context": r"the mesh has the dimension 'cp' of size 2, .*; context parallelism is not supported",
+        "too small": r"the mesh \(pp 2\) contains the processes \[0, 1\], but 4 were started; it must contain each of "
+        r"them once, or be part of a mesh that does, such as world\[\"pp\"\]",
         "twice": r"the mesh has both 'dp' and 'dp_replicate', which are the same dimension; keep one",
         "parallelize": r"process 0 \(pp 0, tp 0\) and process 1 \(pp 0, tp 1\) differ in parallelize: .*",
         "mesh": r"process 0 \(.*\) and process 1 \(.*\) differ in replicas and mesh: process 0 .* has .*Layout.*",
-        "one uncut": r"process 1 \(pp 0, tp 1\) and process 0 \(pp 0, tp 0\) hold the same stages, and parallelize did "
-        r"not cut them in the same way: process 1 .* has '1.up.weight is whole.*' and process 0 .* has '1.up.weight is "
-        r"cut by \(Shard\(dim=0\),\) over tp 2.*'; do the same on all processes",
+        "one uncut": r"process 1 \(pp 0, tp 1\) and process 0 \(pp 0, tp 0\) have the same stages, but parallelize "
+        r"cut them differently: process 1 .* has '1.up.weight is whole.*' and process 0 .* has '1.up.weight is "
+        r"cut by \(Shard\(dim=0\),\) over tp 2.*'; cut them in the same way on all processes",
         "one fails": r"^(process 2 \(pp 1, tp 0\) refused its stages: )?planted$",
     }
     for errors in results:

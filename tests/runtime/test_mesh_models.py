@@ -259,5 +259,5 @@ def test_parameters_outside_of_blocks_tied_ones_and_those_without_dimensions() -
             assert re.search(r"of process \d \(pp \d, .*\) over process \d .*, which has other stages;", errors[what])
         assert "which has the same samples, so gradients would count twice;" in errors["over tp"]
         assert "over dp_shard, whose processes have different samples" in errors["over samples"]
-        assert "is one layer in the stages 1 and 2 of the same process, and parallelize cuts a" in errors["twice"]
-    assert "FSDP2 shards contiguous parameters, and 2.weight of shape (8, 8)" in results[0]["turned"]
+        assert "is the same layer in stages 1 and 2 of one process, but parallelize can cut a" in errors["twice"]
+    assert "FSDP2 shards only contiguous parameters, but 2.weight of shape (8, 8)" in results[0]["turned"]

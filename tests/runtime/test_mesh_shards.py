@@ -317,9 +317,9 @@ def on_shards(rank: int) -> dict[str, str]:
 def test_sharded_rows_train_as_the_plain_loop() -> None:
     for errors in run_ranks(on_shards, 4, timeout=400):
         assert errors["tied"].startswith("ranks 0 and 1 use the parameter 0.weight; it is cut by (Shard(dim=0),) over")
-        assert "on rank 0 and is whole on rank 1: let parallelize cut both in the same way, or" in errors["tied"]
+        assert "on rank 0 and is whole on rank 1: make parallelize cut both in the same way, or" in errors["tied"]
         assert errors["name"] == "process 3 (pp 1, dp_shard 1)"
-        assert "1f1b has shard actions for the stages [0], and [0, 1] are sharded" in errors["stages"]
+        assert "1f1b has shard actions for stages [0], but stages [0, 1] are sharded" in errors["stages"]
         assert errors["often"] == "reshard_after_forward must be default, always or never, got 'often'"
 
 

@@ -105,7 +105,7 @@ def alternates(mesh: DeviceMesh, how: str) -> None:
     pipe.zero_grad()
     refused = error_of(lambda: pipe.step(*shares[pipe.replica]))
     if how == "always":
-        assert refused.startswith("some processes have 2 samples, which are less than the 4 microbatches, and others")
+        assert refused.startswith("some processes have 2 samples, fewer than the 4 microbatches, and others")
     else:
         assert not refused
         assert_gradients(pipe, gradients(sequential(), shares, 4), "2 samples in one of two")
@@ -235,7 +235,7 @@ def test_steps_that_differ_from_each_other(tmp_path: Path) -> None:
     for errors in run_ranks(on_steps, 4, str(tmp_path), timeout=200):
         assert errors["graphs"].startswith("cuda_graphs=True cannot be combined with stages whose parameters")
         assert "ran different blocks of their stage, or in a different order" in errors["blocks"]
-        assert "has a hook, and FSDP2 shards it" in errors["hook"]
+        assert "has a hook, but FSDP2 shards it" in errors["hook"]
         assert "parallelize applied fully_shard to a list of 2 modules of stage" in errors["list"]
         assert (
             "a step failed while processes were at different collectives of their layers (process 2 (pp 1"

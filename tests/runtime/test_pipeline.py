@@ -372,20 +372,20 @@ def test_invalid_arguments_are_refused() -> None:
         (lambda: make(list(blocks(4)), schedule="1f1b", ranks=3), "3 stages, but 4 were passed"),
         (lambda: make(schedule=sl.schedule("1f1b", 2, 3)), "microbatches=4, but the schedule has 3"),
         (lambda: make(loss_reduction="max"), "'mean', 'sum' or 'count'"),
-        (lambda: make(recompute="all"), "recompute='all' chose none .* pass 'none' or 'stage'"),
-        (lambda: make(recompute=[3]), "recompute is 'none', 'stage', or modules chosen .* got 3"),
+        (lambda: make(recompute="all"), "recompute='all' matches no module .* pass 'none' or 'stage'"),
+        (lambda: make(recompute=[3]), "recompute must be 'none', 'stage', or modules chosen .* got 3"),
         (lambda: make(recompute="stage", recompute_policy=[]), "leave recompute out"),
-        (lambda: make(recompute_policy=3), "recompute_policy is a function or a list of operators, got 3"),
+        (lambda: make(recompute_policy=3), "recompute_policy must be a function or a list of operators, got 3"),
         (lambda: make().step(x, y, stage_kwargs={9: {}}), "stage_kwargs has the key 9; pass a stage from 0 to 3"),
         (lambda: make().step(x, y, stage_kwargs=wrong), r"stage_kwargs\[0\] is 3"),
         (lambda: make().step(x, y, stage_kwargs={1: {"mask": x}}), "'mask' for stage 1, but no layer .* accept x"),
         (lambda: make().step(x, y, stage_kwargs={1: {"x": x[:3]}}), r"10 samples of inputs and 3 of stage_kwargs\[1\]"),
         (lambda: make(loss_reduction="count").step(x, y), "needs count="),
-        (lambda: make().step(x, y, count=3), "is for loss_reduction='count'"),
+        (lambda: make().step(x, y, count=3), "requires loss_reduction='count'"),
         (lambda: make(deadline=0), "above 0"),
         (lambda: make().step(x, y[:3]), "10 samples of inputs and 3 of targets"),
         (lambda: make().step(x[:0], y[:0]), "no samples"),
-        (lambda: make().step(3, y), "the inputs must have tensors"),
+        (lambda: make().step(3, y), "the inputs must contain tensors"),
         (lambda: make().timeline, "before the first step"),
         (lambda: make(schedule="forward-only").step(x, y), "has no backwards to train with"),
         (lambda: make(loss_fn=lambda output, target: output).step(x, y), "must return one number"),
@@ -421,7 +421,7 @@ def test_unknown_options_are_refused_with_the_nearest_name() -> None:
             lambda: make(blocks(4), schedule=schedule, chunks=2, **common),
             "nor a finished schedule has an option 'chunks'",
         ),
-        (lambda: make(blocks(4), layers_per_stage=[1, 3], **common), "split it first: sl.Pipeline"),
+        (lambda: make(blocks(4), layers_per_stage=[1, 3], **common), "split the model first: sl.Pipeline"),
     ]
     for mistake, words in mistakes:
         with pytest.raises(TypeError, match=words) as caught:
@@ -659,7 +659,7 @@ def test_a_layer_that_begins_to_draw_later_is_detected_with_a_warning() -> None:
     pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=4, seed=3)
     pipe.step(x, y)
     model[1].begun = True
-    with pytest.warns(UserWarning, match="drew from torch's own random numbers during step 1"):
+    with pytest.warns(UserWarning, match="torch's global random number generator was used during step 1"):
         pipe.step(x, y)
     before = torch.get_rng_state()
     pipe.step(x, y)

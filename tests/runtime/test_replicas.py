@@ -399,10 +399,10 @@ def test_a_mistake_in_one_replica_is_said_in_all_and_the_next_step_is_right() ->
     results = run_ranks(mistakes, 4)
     kept = "no parameter was changed, and gradients may hold part of this step"
     wanted = [
-        r"the schedule has 2 ranks and 4 processes were started; start 2, or pass ranks=4, or replicas=2 \(2 × 2 = 4\)",
-        r"3 replicas of 2 ranks are 6 processes, and 4 were started; start 6, or replicas=2",
-        r"the mesh has 1 ranks and 1 replicas; the schedule has 2 ranks and replicas=2 was passed: make them agree",
-        r"the mesh has 2 ranks and 2 replicas; the schedule has 4 ranks: make them agree",
+        r"the schedule has 2 ranks, but 4 processes were started; start 2, or pass ranks=4, or replicas=2 \(2 × 2",
+        r"3 replicas of 2 ranks need 6 processes, but 4 were started; start 6, or replicas=2",
+        r"the mesh has 1 ranks and 1 replicas; the schedule has 2 ranks and replicas=2 was passed; make them agree",
+        r"the mesh has 2 ranks and 2 replicas; the schedule has 4 ranks; make them agree",
         r"rank 3 and rank 0 differ in bucket_mb and reduce_dtype",
         r"rank 3 \(replica 1\) and rank 1 \(replica 0\) hold different values of 6.up.bias, which both use: rank 3",
         r"replica 1: rank 3 received a different batch from rank 2: the inputs differ",
@@ -489,4 +489,4 @@ def test_a_killed_rank_of_one_replica_is_named_by_all_others(started: list[Child
         assert started[rank].wait(200) == 0, (tmp_path / f"log-{rank}").read_text()
         text = (tmp_path / f"said-{rank}").read_text()
         assert text.startswith("rank 2 (replica 1) died (its process exited without reporting an error)"), text
-        assert "this job cannot continue: restart it" in text
+        assert "this job cannot continue; restart it" in text

@@ -607,7 +607,7 @@ def test_a_size_that_is_no_whole_number_from_1_is_refused_by_name(which: str, wr
 
 def test_an_option_a_family_does_not_have_is_refused_with_those_it_has() -> None:
     assert "did you mean 'chunks'" in refusal("interleaved", 4, 8, chunk=2)
-    assert "1f1b has no option 'chunks'; it takes no options" in refusal("1f1b", 4, 8, chunks=2)
+    assert "1f1b has no option 'chunks'; it accepts no options" in refusal("1f1b", 4, 8, chunks=2)
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
@@ -726,7 +726,7 @@ def test_a_family_that_fails_is_named_with_its_reason() -> None:
     def failing(ranks: int, microbatches: int, *, depth: int) -> Any:
         return [[depth / 0]]
 
-    with pytest.raises(sl.ScheduleError, match="failing needs a value for its option 'depth'"):
+    with pytest.raises(sl.ScheduleError, match="failing requires a value for its option 'depth'"):
         sl.schedule("failing", 2, 2)
     with pytest.raises(sl.ScheduleError, match="the family failing failed: ZeroDivisionError") as caught:
         sl.schedule("failing", 2, 2, depth=1)

@@ -60,7 +60,7 @@ CSV_ERRORS = {
     "0F0,hello\n": "rank 0, position 1: cannot read 'hello'",
     "0F0,0X0\n": "cannot read '0X0'",
     "0F0,-1F0\n": "cannot read '-1F0'",
-    "0F0,0F99999999999\n": "above 2147483647",
+    "0F0,0F99999999999\n": "above the maximum, 2147483647",
     "0F0," + "9" * 5000 + "F0\n": "cannot read",
     "7F0,0B0\n": "stage 7 cannot exist",
     "0F0,0B1000000\n": "microbatch 1000000 cannot exist",

@@ -78,13 +78,13 @@ def test_placement_without_stages_or_microbatches() -> None:
 def test_known_a_stage_that_does_not_exist() -> None:
     error = fault(scheduled([["0F0", "0F1", "2F0", "0B0", "0B1"], GOOD[1]]))
     assert place(error) == ("known", 0, 2)
-    assert "rank 0, position 2: 2F0 names a stage that does not exist; there are 2" in str(error)
+    assert "rank 0, position 2: 2F0 refers to a stage that does not exist; there are 2" in str(error)
 
 
 def test_known_a_microbatch_that_does_not_exist() -> None:
     error = fault(scheduled([GOOD[0], ["1F0", "1B0", "1F1", "1B2"]]))
     assert place(error) == ("known", 1, 3)
-    assert "1B2 names a microbatch that does not exist; there are 2" in str(error)
+    assert "1B2 refers to a microbatch that does not exist; there are 2" in str(error)
 
 
 # ---- owner ----

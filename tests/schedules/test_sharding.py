@@ -113,7 +113,7 @@ def test_the_program_as_text() -> None:
     [
         ("0F0 0UNSHARD 0B0 0RESHARD 0REDUCE_GRAD", "0F0 needs the parameters of stage 0 gathered"),
         ("0UNSHARD 0F0 0RESHARD 0B0 0REDUCE_GRAD", "0B0 needs the parameters of stage 0 gathered"),
-        ("0UNSHARD 0F0 0UNSHARD 0B0 0RESHARD 0REDUCE_GRAD", "gathers parameters that are gathered already"),
+        ("0UNSHARD 0F0 0UNSHARD 0B0 0RESHARD 0REDUCE_GRAD", "gathers parameters that are already gathered"),
         ("0UNSHARD 0F0 0B0 0REDUCE_GRAD", "never frees the parameters of stage 0"),
         ("0UNSHARD 0F0 0B0 0RESHARD", "never reduces the gradients of stage 0"),
         ("0UNSHARD 0F0 0REDUCE_GRAD 0B0 0RESHARD", "reduces gradients before the last action that adds to them, 0B0"),

@@ -35,7 +35,7 @@ def test_ranks_compare_bits_and_measure_links(tmp_path: Path) -> None:
 
 
 def test_too_few_ranks_are_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(sl.StagelineError, match="needs at least 2 ranks, and this job has 1"):
+    with pytest.raises(sl.StagelineError, match="needs at least 2 ranks, but this job has 1"):
         run_selftest()
     assert run(["selftest", "--launcher", "rai"]) == 2
     assert "unknown launcher 'rai' (did you mean 'ray'?)" in capsys.readouterr().err

@@ -72,7 +72,7 @@ def test_the_command_draws_the_curve(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--memory 4", "give --caps instead of --memory"),
+        ("--memory 4", "pass --caps instead of --memory"),
         ("--caps much", "--caps must be memory sizes like 4,6,8"),
         ("--caps 0.5,2", "the smallest cap that works is 1"),
     ],

@@ -166,10 +166,10 @@ def test_shares_of_hosts_and_their_file(tmp_path: Path) -> None:
         (lambda: sl.Costs.from_json({"links": [[0, 1]]}), "links must be a list of objects like"),
         (
             lambda: sl.simulate(sl.schedule("1f1b", 2, 2), sl.Costs(links=[sl.SharedLink([0], [2])])),
-            "links name rank 2",
+            "links contain rank 2",
         ),
         (lambda: sl.Costs.from_json({"shares": [[0, 1]]}), "shares must be a list of objects like"),
-        (lambda: sl.simulate(sl.schedule("1f1b", 2, 2), sl.Costs(shares=[sl.Share([2], 1)])), "shares name rank 2"),
+        (lambda: sl.simulate(sl.schedule("1f1b", 2, 2), sl.Costs(shares=[sl.Share([2], 1)])), "shares contain rank 2"),
     ],
 )
 def test_wrong_shares_are_refused(make: Callable[[], object], text: str) -> None:

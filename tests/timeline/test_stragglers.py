@@ -137,7 +137,7 @@ def test_a_planted_sleep_is_named_by_one_line(how: str, where: str) -> None:
     warnings = [train(0, how)] if where == "threads" else run_ranks(train, 3, how, timeout=200)
     assert [len(lines) for lines in warnings] == [1] + [0] * (len(warnings) - 1)
     (line,) = warnings[0]
-    assert "stage 1 on rank 1 became slower than the other stages and stays so" in line
+    assert "stage 1 on rank 1 became slower than the other stages and stayed slower" in line
     step = int(line.split("after step ")[1].split(",")[0])
     assert 14 <= step < 24
 

@@ -134,12 +134,12 @@ def test_metrics_are_the_same_on_every_process(tmp_path: Path) -> None:
     ("options", "text"),
     [
         ({"callbacks": [Recorder]}, "which is a class; pass an instance of it"),
-        ({"callbacks": [3]}, "callbacks has 3, which is not a Callback"),
+        ({"callbacks": [3]}, "callbacks contains 3, which is not a Callback"),
         ({"collate_fn": lambda batch: torch.ones(3)}, "it must return a tuple of inputs and targets, or a dict"),
-        ({"compute_metrics": lambda _: {"loss": 1.0}}, "'loss', which is a name that the validation itself uses"),
+        ({"compute_metrics": lambda _: {"loss": 1.0}}, "'loss', which is a name that validation itself uses"),
         ({"compute_metrics": lambda _: {"name": "x"}}, "'name', which is 'x', not a number"),
         ({"compute_metrics": lambda _: 1.0}, "it must return a dict of numbers"),
-        ({"data": None, "model": None}, "collate_fn makes batches of samples, but"),
+        ({"data": None, "model": None}, "collate_fn combines samples into batches, but"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, options: dict[str, Any], text: str) -> None:

@@ -91,11 +91,11 @@ def test_a_run_keeps_the_merges_it_was_trained_with(tmp_path: Path) -> None:
         ("run", "--top-p 1.5", "--top-p is 1.5; it must be above 0 and at most 1"),
         ("run", "--top-k -1", "--top-k is -1; it must be at least 1"),
         ("run", "--temperature -1", "--temperature is -1.0; it must be at least 0"),
-        ("run", "-p 1 --tokenizer python", "the tokenizer python has 1,024 tokens, and the model of"),
+        ("run", "-p 1 --tokenizer python", "the tokenizer python has 1,024 tokens, but the model in"),
         ("run", "--step 7 -p 1", "has no checkpoint of step 7; it has 3"),
         ("run/nothing", "", "nothing does not exist; expected the folder of a run"),
         ("empty", "", "empty has no checkpoint in"),
-        ("tokens", "-p 1", "has no tokenizer: the run was trained on tokens whose tokenizer is unknown"),
+        ("tokens", "-p 1", "has no tokenizer: the run was trained on tokens from an unknown tokenizer"),
         ("other", "-p 1", "was not saved by stageline train"),
     ],
 )

@@ -83,7 +83,7 @@ def test_a_step_that_is_asked_for_must_be_there_and_whole() -> None:
     train()
     refused("has no checkpoint of step 3; it has 2, 4", "checkpoint.load_step=3")
     name = flip_a_bit(2)
-    refused(f"{name}: contents differ from what was written", "checkpoint.load_step=2", "training.steps=6")
+    refused(f"{name}: checksum mismatch", "checkpoint.load_step=2", "training.steps=6")
     assert train("checkpoint.load_step=4", "training.steps=6").step == 6
 
 
@@ -91,7 +91,7 @@ def test_weights_to_begin_with_are_those_of_a_whole_checkpoint(capsys: pytest.Ca
     train()
     name = flip_a_bit(4)
     damaged = "checkpoint.initial_load_path=run/checkpoint/step-00000004"
-    refused(f"initial_load_path.*{name}: contents differ from what was written", damaged, "job.dump_folder=b")
+    refused(f"initial_load_path.*{name}: checksum mismatch", damaged, "job.dump_folder=b")
     # A folder of checkpoints stands for its newest intact one.
     train("checkpoint.initial_load_path=run/checkpoint", "job.dump_folder=b")
     train("checkpoint.initial_load_path=run/checkpoint/step-00000002", "job.dump_folder=c")
@@ -120,14 +120,15 @@ def fail_from(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "left"), [(4, "the last good one is run/checkpoint/step-00000002"), (2, "run/checkpoint has no other one")]
+    ("step", "left"),
+    [(4, "the last intact one is run/checkpoint/step-00000002"), (2, "run/checkpoint has no other checkpoint")],
 )
 def test_a_checkpoint_that_could_not_be_written_ends_the_job_at_the_next_step(
     step: int, left: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
         fail_from(step, patched)
-        refused(f"^the checkpoint of step {step} is not saved: No space left on device; {left}$", "training.steps=40")
+        refused(f"^the checkpoint of step {step} was not saved: No space left on device; {left}$", "training.steps=40")
     assert [row["step"] for row in events("end")] == [step + 1]
     assert train("training.steps=6").why == "finished"
 
@@ -257,7 +258,7 @@ def test_a_note_says_that_a_run_starts_again(capsys: pytest.CaptureFixture[str])
     train(*more)
     assert "note:" not in capsys.readouterr().out
     train(*more)
-    assert "starts again; its earlier events are kept in metrics.1.jsonl" in capsys.readouterr().out
+    assert "so training starts from step 0; the earlier events are kept in metrics.1.jsonl" in capsys.readouterr().out
 
 
 def test_a_run_that_stopped_early_says_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
@@ -266,7 +267,7 @@ def test_a_run_that_stopped_early_says_how_to_go_on(capsys: pytest.CaptureFixtur
     capsys.readouterr()
     again = train(*more)
     assert (again.step, again.why) == (first.step, "early stop")
-    assert "raise validation.patience to resume" in capsys.readouterr().out
+    assert "increase validation.patience to resume" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a disk that is always full")
@@ -394,7 +395,7 @@ def test_a_note_says_that_a_model_sees_the_tokens_it_is_to_predict(capsys: pytes
         for loss in ("cross_entropy", "own"):
             more = (f"model.name={name}", f"training.loss={loss}", f"job.dump_folder={name}-{loss}", "training.steps=1")
             train(*more)
-            assert ("sees the tokens that it is to predict" in capsys.readouterr().out) == expected
+            assert ("sees the tokens that it has to predict" in capsys.readouterr().out) == expected
     GPT2Config(**{**sizes, "vocab_size": 100}, architectures=["GPT2LMHeadModel"]).save_pretrained("few")
     refused("vocab_size of 100, but the vocabulary of the data has 256 tokens", "model.name=few")
 
@@ -407,13 +408,13 @@ def test_rows_longer_than_a_model_has_positions_for_are_refused_at_the_start() -
     OPTConfig(**sizes, ffn_dim=8, word_embed_proj_dim=8, max_position_embeddings=6).save_pretrained("opt")
     LlamaConfig(**sizes, intermediate_size=8, max_position_embeddings=6).save_pretrained("llama")
     refused(
-        "^training.seq_len is 8, and n_positions of gpt2/config.json is 6, which leaves positions for 6 tokens; use "
-        "at most 6 for training.seq_len, or raise n_positions in that file$",
+        "^training.seq_len is 8, but n_positions in gpt2/config.json is 6, which leaves positions for only 6 tokens; "
+        "use at most 6 for training.seq_len, or increase n_positions in that file$",
         "model.name=gpt2",
     )
-    refused("training.seq_len is 8, and max_position_embeddings of opt/config.json is 6", "model.name=opt")
+    refused("training.seq_len is 8, but max_position_embeddings in opt/config.json is 6", "model.name=opt")
     rows = [list(range(8))] * 40
-    refused("the samples have 7 tokens, .* use at most 6 for the samples, or raise", "model.name=gpt2", data=rows)
+    refused("the samples have 7 tokens, .* use at most 6 for the samples, or increase", "model.name=gpt2", data=rows)
     assert not Path("run").exists()
     assert train("model.name=llama", "training.steps=1").step == 1
     assert train("model.name=gpt2", "training.seq_len=6", "training.steps=1", "job.dump_folder=b").step == 1
@@ -424,7 +425,9 @@ def test_a_warm_up_that_leaves_no_step_to_the_rest_is_told_of(
     warmup: int, far: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(f"lr_scheduler.warmup_steps={warmup}")
-    note = f"lr_scheduler.warmup_steps is {warmup} and training.steps is 4: the learning rate only rises, {far}"
+    note = (
+        f"lr_scheduler.warmup_steps is {warmup} and training.steps is 4: the learning rate rises until the end, {far}"
+    )
     assert capsys.readouterr().out.count(f"note: {note}\n") == 1
     assert max(row["lr"] for row in events("step")) == events("step")[-1]["lr"]
 
@@ -462,7 +465,7 @@ def test_replicas_share_the_validation_samples(held: int, wanted: int, local: in
 
 def test_replicas_that_would_have_nothing_to_validate_on_are_refused() -> None:
     loader = Loader(Items(SAMPLES[:1], name="one"), batch=2)
-    with pytest.raises(StagelineError, match="one holds 1 to validate on, and each of 2 replicas takes one"):
+    with pytest.raises(StagelineError, match="one has 1 for validation, but each of 2 replicas needs at least one"):
         Validation(loader, wanted=2, local=1, replica=0, replicas=2)
 
 

@@ -296,7 +296,7 @@ def refused(tokens: Path, match: str, *more: str, run: str = "run") -> None:
 
 def test_what_does_not_fit_is_refused_before_anything_is_written(tokens: Path) -> None:
     refused(tokens, "pipeline_parallel_microbatch_size", "parallelism.pipeline_parallel_microbatch_size=16", run="new")
-    refused(tokens, "replicas are processes", "parallelism.data_parallel_replicate_degree=2", run="new")
+    refused(tokens, "replicas must be processes", "parallelism.data_parallel_replicate_degree=2", run="new")
     refused(tokens, "which does not exist", "training.dataset_path=/nowhere/x.bin", run="new")
     empty = tokens.parent / "empty.bin"
     empty.write_bytes(b"")
@@ -305,7 +305,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(tokens: Path) -
     other = tokens.parent / "other"
     other.mkdir()
     (other / "thesis.tex").write_text("important")
-    refused(tokens, "holds other files and no run", run="other")
+    refused(tokens, "contains other files but no run", run="other")
     assert [path.name for path in other.iterdir()] == ["thesis.tex"]
     (tokens.parent / "file").write_text("")
     refused(tokens, "is a file", run="file")
@@ -315,7 +315,7 @@ def test_a_run_of_something_else_is_not_overwritten(tokens: Path) -> None:
     train(tokens, "training.steps=2")
     refused(tokens, "training.seed is 1 but was 0", "training.seed=1")
     refused(tokens, "model.dim is 32 but was 16", "model.dim=32")
-    refused(tokens, "16 samples in a step|8 samples in a step", "training.local_batch_size=16")
+    refused(tokens, "16 samples per step|8 samples per step", "training.local_batch_size=16")
     raw = np.fromfile(tokens, dtype=np.uint16)
     raw[5] = (raw[5] + 1) % 32
     raw.tofile(tokens)

@@ -155,7 +155,7 @@ def test_a_stranger_is_not_heard(links: tuple[Links, Links], other: dict[str, An
     host, port = links[1].address.split("|")
     facts = {"source": 0, "target": 1, "kind": "forward", "call": False, **other}
     with pytest.raises(
-        TrustError, match="it has another secret" if "secret" in other else "expects no such connection"
+        TrustError, match="it has a different secret" if "secret" in other else "expects no such connection"
     ):
         open_connection(host, int(port), str(facts.pop("secret", TOKEN)), facts, timeout=20.0)
     assert received(links) == [0.0] * 3
@@ -276,13 +276,13 @@ def test_a_recorded_handshake_is_useless(links: tuple[Links, Links]) -> None:
         thread = threading.Thread(target=record)
         thread.start()
         links[0].meet([links[0].address, f"127.0.0.1|{listener.getsockname()[1]}"], TOKEN)
-        with pytest.raises(TransportError, match="closed the connection without a word"):
+        with pytest.raises(TransportError, match="closed the connection without a reply"):
             links[0].outbound(1, "forward")
         thread.join()
     with call(links[1]) as replayed:
         assert b"challenge" in replayed.recv(1000)
         replayed.sendall(said[0])
-        assert b"it has another secret" in replayed.recv(1000)
+        assert b"it has a different secret" in replayed.recv(1000)
     assert not links[1].inbound(0, "forward").connected
 
 

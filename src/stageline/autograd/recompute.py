@@ -56,7 +56,7 @@ def parse_recompute(choice: Choice, policy: Policy | None) -> Recompute:
     True
     """
     if policy is not None and not (callable(policy) or isinstance(policy, list | tuple)):
-        raise StagelineError(f"recompute_policy is a function or a list of operators, got {shorten(policy)}")
+        raise StagelineError(f"recompute_policy must be a function or a list of operators, got {shorten(policy)}")
     if isinstance(choice, str) and choice == "none":
         return Recompute() if policy is None else Recompute(chosen=_is_layer, policy=policy)
     if isinstance(choice, str) and choice == "stage":
@@ -69,11 +69,13 @@ def parse_recompute(choice: Choice, policy: Policy | None) -> Recompute:
     items = list(choice) if isinstance(choice, list | tuple | set | frozenset) else [choice]
     for item in items:
         if isinstance(item, str) and item in ("none", "stage"):
-            raise StagelineError(f"recompute={item!r} stands alone; in a list, pass names, classes or functions")
+            raise StagelineError(
+                f"recompute={item!r} cannot be part of a list; a list can contain names, classes or functions"
+            )
         if not (isinstance(item, str) or callable(item)):
             raise StagelineError(
-                "recompute is 'none', 'stage', or modules chosen by name ('*.mlp'), class or a function of name and "
-                f"module; got {shorten(item)}"
+                "recompute must be 'none', 'stage', or modules chosen by name ('*.mlp'), class or a function of name "
+                f"and module; got {shorten(item)}"
             )
 
     def chosen(name: str, module: nn.Module) -> bool:
@@ -130,8 +132,8 @@ def mark(model: nn.Module, options: Recompute, choice: Choice) -> list[str]:
         if name and options.chosen(name, module):
             if getattr(module, "_compiled_call_impl", None) is not None:
                 raise StagelineError(
-                    f"module {name} is compiled by module.compile(), and recompute={shorten(choice)} chose it; leave "
-                    "it out, or compile a module inside or around it"
+                    f"module {name} is compiled by module.compile(), so recompute={shorten(choice)} cannot apply to "
+                    "it; leave it out, or compile a module inside or around it"
                 )
             names.append(name)
             module.register_forward_pre_hook(
@@ -140,7 +142,7 @@ def mark(model: nn.Module, options: Recompute, choice: Choice) -> list[str]:
             module.register_forward_hook(_leave)
     if not names:
         raise StagelineError(
-            f"recompute={shorten(choice)} chose none of the model's modules; pass 'none' or 'stage', or modules by "
+            f"recompute={shorten(choice)} matches no module of the model; pass 'none' or 'stage', or modules by "
             f"name ('*.mlp'), class or a function of name and module; the first names are {_first_names(model)}"
         )
     return names
@@ -240,8 +242,9 @@ class _Frame:
         """What a backward inside the module's forward reads."""
         if handle.tensor is None:
             raise StagelineError(
-                f"module {self.name} runs a backward inside of its forward (torch.autograd.grad or .backward()), and "
-                "did not the first time, so what it needs was not kept; leave the module out of recompute="
+                f"module {self.name} runs a backward inside its forward (torch.autograd.grad or .backward()), but "
+                "did not do so the first time, so the tensors it needs were not kept; leave the module out of "
+                "recompute="
             )
         _inner[self.module] = True
         return handle.tensor

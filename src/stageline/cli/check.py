@@ -13,8 +13,8 @@ from stageline.cli.output import console, print_json
 from stageline.common.errors import StagelineError
 
 _FORMS = (
-    "(model, inputs, targets, loss_fn), or, where the model's output has a loss, (model, inputs) or "
-    "(model, inputs, targets)"
+    "(model, inputs, targets, loss_fn) or, if the model's output has a loss, (model, inputs) or (model, inputs, "
+    "targets)"
 )
 
 
@@ -22,7 +22,7 @@ def command(
     model: ModelName,
     ranks: Annotated[int, Option("--ranks", "-p", min=1, metavar="N", help="Ranks of the pipeline.")] = 2,
     schedule: Annotated[
-        str, Option(metavar="NAME", help="A family, or the file of a schedule.", autocompletion=complete_families)
+        str, Option(metavar="NAME", help="A family, or a schedule file.", autocompletion=complete_families)
     ] = "1f1b",
     microbatches: Annotated[
         int | None, Option("--microbatches", "-m", min=1, metavar="N", help="Microbatches. Default: twice the ranks.")
@@ -34,11 +34,11 @@ def command(
 ) -> None:
     """Run a model with and without a pipeline on one batch, and compare loss, gradients and buffers bit by bit.
 
-    The function returns (model, inputs, targets, loss_fn). A model whose output has a loss, such as a Hugging Face
-    model with labels, needs no loss_fn: (model, inputs), with a dict of keyword arguments as inputs, or (model, inputs,
-    targets) is enough.
+    The function returns (model, inputs, targets, loss_fn). A model whose output contains a loss, such as a Hugging Face
+    model with labels, needs no loss_fn: the function can return (model, inputs), where inputs is a dict of keyword
+    arguments, or (model, inputs, targets).
 
-    The exit code is 0 for the verdicts "equal" and "reordered" (gradients are summed in another order and differ
+    The exit code is 0 for the verdicts "equal" and "reordered" (gradients are summed in a different order and differ
     only by rounding), and 1 for "different".
 
     Examples:
@@ -51,7 +51,7 @@ def command(
     loaded = load_model(model, samples, length, traceback=traceback)
     inputs, targets = loaded.inputs, loaded.targets
     if inputs is None:
-        raise StagelineError(f"{model} returns no batch; let it return {_FORMS}")
+        raise StagelineError(f"{model} does not return a batch; it must return {_FORMS}")
     with user_code(f"checking {model} failed", traceback):
         try:
             report = check(
@@ -66,7 +66,8 @@ def command(
         except StagelineError as error:
             if loaded.loss_fn is None and NO_LOSS in str(error):
                 raise StagelineError(
-                    f"{model} returns no loss function, and the model's output {NO_LOSS}; let it return {_FORMS}"
+                    f"{model} does not return a loss function, and the model's output {NO_LOSS}; it must return "
+                    f"{_FORMS}"
                 ) from error
             raise
     if json:

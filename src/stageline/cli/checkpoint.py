@@ -54,7 +54,7 @@ def verify(
     sizes: Annotated[bool, Option("--sizes", help="Check only existence and sizes, not checksums.")] = False,
     json: Json = False,
 ) -> None:
-    """Compare every byte of checkpoints with their checksums, and name the damaged files.
+    """Verify every byte of checkpoints against their checksums, and name damaged files.
 
     The exit code is 0 if all are intact, 1 if one is damaged, and 2 if there is no checkpoint.
 
@@ -87,7 +87,7 @@ def verify(
 
 
 def list_(path: CheckpointPath, json: Json = False) -> None:
-    """List checkpoints: step, size, time, model, writers, and whether all files exist with their sizes.
+    """List checkpoints: step, size, time, model, writers, and whether all files exist with the right sizes.
 
     Examples:
       stageline checkpoint list outputs/checkpoint
@@ -141,7 +141,9 @@ def convert(
     out: Annotated[Path, Argument(metavar="OUT", help="A new folder, or a new .safetensors file.", show_default=False)],
     dtype: Annotated[
         str | None,
-        Option("--dtype", metavar="DTYPE", help="Convert floating point: float32, bfloat16, float16, float64."),
+        Option(
+            "--dtype", metavar="DTYPE", help="Convert floating-point tensors to float32, bfloat16, float16 or float64."
+        ),
     ] = None,
     format: Annotated[
         Format,
@@ -149,19 +151,25 @@ def convert(
             "--format",
             metavar="FORMAT",
             help="huggingface, for from_pretrained; safetensors, with the names of the parameters; stageline, which "
-            "adds checksums; dcp, of torch.distributed.checkpoint; or auto: huggingface where that is possible, else "
+            "adds checksums; dcp, for torch.distributed.checkpoint; or auto: huggingface if possible, otherwise "
             "safetensors.",
         ),
     ] = Format.auto,
-    max_shard_size: Annotated[str, Option(metavar="SIZE", help="Largest size of a file: 4GiB, 500MiB.")] = "4GiB",
+    max_shard_size: Annotated[
+        str, Option(metavar="SIZE", help="Maximum size of a file, such as 4GiB or 500MiB.")
+    ] = "4GiB",
     trust_pickle: Annotated[
-        bool, Option("--trust-pickle", help="Read the pickled metadata of a DCP checkpoint; that can run code.")
+        bool,
+        Option(
+            "--trust-pickle", help="Read the pickled metadata of a DCP checkpoint, which can execute arbitrary code."
+        ),
     ] = False,
 ) -> None:
-    """Write the model without the optimizer, for from_pretrained, sl.load_weights or torch.distributed.checkpoint.
+    """Export the weights, without the optimizer, for from_pretrained, sl.load_weights or torch.distributed.checkpoint.
 
-    Of a folder of checkpoints, the newest intact one is used. Nothing is overwritten. The built-in GPT is written as a
-    GPT-2 of transformers, and a model with a LoRA adapter as the adapter, which peft opens.
+    If PATH is a folder of checkpoints, the newest intact one is used. Existing files are never overwritten. The
+    built-in GPT is written as a transformers GPT-2; for a model with a LoRA adapter, only the adapter is written, for
+    peft.
 
     Examples:
       stageline checkpoint convert outputs/checkpoint model --dtype bfloat16
@@ -208,7 +216,7 @@ def _checkpoint_folders(text: str) -> list[Location]:
         raise CheckpointError(f"{path} does not exist; expected a checkpoint, or a folder of them")
     folders = published(path)
     if not folders:
-        raise CheckpointError(f"{path} has no checkpoints, that is, no folders with names like step-00000100")
+        raise CheckpointError(f"{path} has no checkpoints: it contains no folders with names like step-00000100")
     return folders
 
 

@@ -33,9 +33,9 @@ def command(
     *,
     drawing: DrawingOptions,
 ) -> None:
-    """Compare all families with the same costs: a table sorted by makespan, and all of them on one time axis.
+    """Compare all families at the same costs: a table sorted by makespan, and a chart of all on one time axis.
 
-    Times and memory are those of one rank's share of the model; families with several stages per rank divide them.
+    Times and memory are per rank; families with several stages per rank divide them among these stages.
 
     Examples:
       stageline compare -p 8 -m 32

@@ -25,9 +25,9 @@ def command(
 ) -> None:
     """Report which rank failed first, what each rank was doing, which rank waited for which, and what to do next.
 
-    When a step fails, every rank that is able to writes a flight record to STAGELINE_FLIGHT_DIR, or to the folder
-    stageline-flight; a training job writes them to the folder flight of its run. If there are records of several jobs,
-    those of the newest job are read.
+    When a step fails, every rank that still can writes a flight record to STAGELINE_FLIGHT_DIR, by default the folder
+    stageline-flight; a training job writes them to the flight folder of its run. If there are records of several jobs,
+    only those of the newest job are read.
 
     Examples:
       stageline doctor outputs/flight
@@ -51,7 +51,7 @@ def _print(out: Console, diagnosis: Diagnosis, left_out: list[str]) -> None:
     _line(out, f"job {diagnosis.job}: " + ", ".join([*name, f"{diagnosis.ranks} ranks", *sizes]))
     _line(out, str(verdict) if verdict else "no record states which rank failed", style="bold")
     for other in diagnosis.others:
-        _line(out, f"but some ranks received another verdict: {other}")
+        _line(out, f"but some ranks received a different verdict: {other}")
     for note in diagnosis.notes:
         _line(out, note)
     if left_out:
@@ -59,7 +59,7 @@ def _print(out: Console, diagnosis: Diagnosis, left_out: list[str]) -> None:
     out.print()
     out.print(_rank_table(diagnosis.rows))
     sections = {
-        "who waits for whom": diagnosis.chains,
+        "which rank waits for which": diagnosis.chains,
         "messages sent but not received": tuple(map(_underway, diagnosis.underway)),
         f"traceback of rank {verdict.culprit}" if verdict else "": (
             tuple(verdict.traceback.rstrip().splitlines()) if verdict else ()

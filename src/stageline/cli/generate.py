@@ -19,7 +19,7 @@ def command(
         str,
         Argument(
             metavar="RUN",
-            help="The folder of a run, such as outputs; or a folder of checkpoints, or one of them.",
+            help="Folder of a run, such as outputs; or a folder of checkpoints, or a single checkpoint.",
             show_default=False,
         ),
     ],
@@ -29,15 +29,18 @@ def command(
     temperature: Annotated[
         float | None, Option("--temperature", help="Sampling temperature; 0 is greedy. Default: that of the run.")
     ] = None,
-    top_k: Annotated[int, Option("--top-k", help="Draw from this many of the most likely tokens; 0 means all.")] = 0,
+    top_k: Annotated[
+        int, Option("--top-k", help="Sample only from this many of the most likely tokens; 0 means all.")
+    ] = 0,
     top_p: Annotated[
         float | None,
         Option(
             "--top-p",
-            help="Draw from the most likely tokens whose probabilities add up to this. Default: that of the run.",
+            help="Sample only from the most likely tokens whose probabilities add up to this. Default: that of the "
+            "run.",
         ),
     ] = None,
-    seed: Annotated[int, Option("--seed", min=0, help="Random seed; the same seed draws the same tokens.")] = 0,
+    seed: Annotated[int, Option("--seed", min=0, help="Random seed; the same seed gives the same text.")] = 0,
     step: Annotated[int, Option("--step", help="Step of the checkpoint; -1 is the newest intact one.")] = -1,
     tokenizer: Annotated[
         str, Option("--tokenizer", metavar="PATH", help="A tokenizer.json to use instead of the run's.")
@@ -46,13 +49,13 @@ def command(
         int, Option("-p", "--ranks", min=0, help="Ranks of the pipeline; 0 means as many as stageline train starts.")
     ] = 0,
     launcher: Annotated[
-        Literal["processes", "threads"], Option("--launcher", help="How the ranks start on this machine.")
+        Literal["processes", "threads"], Option("--launcher", help="How to run the ranks on this machine.")
     ] = "processes",
 ) -> None:
     """Continue a prompt with the newest checkpoint of a run, and print the text as it is generated.
 
-    The model runs on the ranks of a pipeline, as in training: processes of this machine, or the processes of torchrun,
-    SLURM or Ray. The number of ranks does not change the text.
+    The model runs as a pipeline, as in training: on processes of this machine, or on those that torchrun, SLURM or Ray
+    started. The number of ranks does not change the text.
 
     Examples:
       stageline generate outputs --prompt "def main("
@@ -90,5 +93,5 @@ def check_checkpoints(run: str, folder: str, *, is_checkpoint: bool) -> None:
 
     if not is_checkpoint and not published(folder):
         raise StagelineError(
-            f"{run} has no checkpoint in {folder}; a run saves one every checkpoint.interval steps and at its end"
+            f"{run} has no checkpoint in {folder}; a run saves one every checkpoint.interval steps and at the end"
         )

@@ -19,43 +19,48 @@ SETTINGS = {"context_settings": {"ignore_unknown_options": True, "allow_interspe
 
 
 def command(
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="Python file, or with -m a module.")],
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="Python file or, with -m, a module.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="Passed to the script.", show_default=False)
+        list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="Arguments of the script.", show_default=False)
     ] = None,
     processes: Annotated[
         int | None,
         typer.Option(
-            "--processes", "-n", min=0, help="Ranks on this host. Default: one per GPU, or else per core, up to 4."
+            "--processes",
+            "-n",
+            min=0,
+            help="Ranks on this host. Default: one per GPU or, without GPUs, one per core, up to 4.",
         ),
     ] = None,
-    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")] = False,
+    module: Annotated[bool, typer.Option("--module", "-m", help="Run SCRIPT as a module, as python -m does.")] = False,
     logs: Annotated[
         Path | None, typer.Option(help="Folder for the output of the ranks (rank-0.log, …). Default: the terminal.")
     ] = None,
-    timeout: Annotated[float | None, typer.Option(help="End the job after this many seconds.", min=0.1)] = None,
+    timeout: Annotated[float | None, typer.Option(help="Stop the job after this many seconds.", min=0.1)] = None,
     launcher: Annotated[
         str, typer.Option(metavar="NAME", help="Where ranks run: processes, on this machine, or ray, on a Ray cluster.")
     ] = "processes",
-    max_restarts: Annotated[int, typer.Option(help="Number of lost ranks that the job survives.", min=0)] = 0,
+    max_restarts: Annotated[
+        int, typer.Option(help="Maximum number of lost ranks that the job recovers from.", min=0)
+    ] = 0,
     on_loss: Annotated[
-        str, typer.Option(metavar="ACTIONS", help="Actions after a loss; the first possible one is taken.")
+        str, typer.Option(metavar="ACTIONS", help="Actions to try, in order, when a rank is lost.")
     ] = "restart,spare",
-    spares: Annotated[int, typer.Option(help="Processes that wait to take the place of a lost rank.", min=0)] = 0,
+    spares: Annotated[int, typer.Option(help="Number of spare processes that can replace a lost rank.", min=0)] = 0,
     nnodes: Annotated[int, typer.Option(help="Number of hosts; run the command on each of them.", min=1)] = 1,
-    node_rank: Annotated[int, typer.Option(help="Number of this host, from 0.", min=0)] = 0,
-    master_addr: Annotated[str, typer.Option(help="Address of host 0, where the launchers meet.")] = "",
-    master_port: Annotated[int, typer.Option(help="Port of the launcher of host 0.", min=1, max=65535)] = 29400,
+    node_rank: Annotated[int, typer.Option(help="Index of this host, counted from 0.", min=0)] = 0,
+    master_addr: Annotated[str, typer.Option(help="Address of host 0, to which all launchers connect.")] = "",
+    master_port: Annotated[int, typer.Option(help="Port of the launcher on host 0.", min=1, max=65535)] = 29400,
     host_timeout: Annotated[
         float, typer.Option(help="Seconds of silence after which a host counts as lost.", min=1.0)
     ] = 30.0,
 ) -> None:
     """Run a Python script on several ranks, each in its own process: on this machine, several hosts or a Ray cluster.
 
-    The ranks have the environment variables of torchrun, so scripts for torchrun run unchanged. If a rank fails, the
-    others are ended, and the exit code is that of the rank that failed first (128 plus the number of a signal). With
-    --max-restarts, a rank that is killed is restarted. On several hosts, run the command on each, with its own
-    --node-rank; a host with -n 0 and --spares only holds spare processes.
+    The ranks get the environment variables that torchrun sets, so torchrun scripts run unchanged. If a rank fails, the
+    others are terminated, and the exit code is that of the rank that failed first (128 plus the signal number if a
+    signal killed it). With --max-restarts, killed ranks are restarted. On several hosts, run the command on each host
+    with its own --node-rank; a host with -n 0 and --spares only holds spare processes.
 
     Examples:
       stageline launch -n 4 train.py --lr 3e-4
@@ -71,7 +76,7 @@ def command(
         near = nearest(script, [path.name for path in Path().glob("*.py")])
         raise StagelineError(f"there is no file {script}{near}; to run a module, use -m")
     if logs is not None and logs.exists() and not logs.is_dir():
-        raise StagelineError(f"--logs is {logs}, which is a file; pass a folder for the output of the ranks")
+        raise StagelineError(f"--logs must be a folder for the output of the ranks, but {logs} is a file")
     chosen = _find_launcher(launcher, logs, processes, (nnodes, node_rank, master_addr, master_port, host_timeout))
     count = processes if processes is not None else chosen.slots() if launcher == "ray" else default_processes()
     words = (script, arguments or [], module)
@@ -96,7 +101,7 @@ def _find_launcher(name: str, logs: Path | None, processes: int | None, place: t
 
     nnodes, node_rank, master_addr, *_ = place
     if nnodes > 1 and name != "processes":
-        raise StagelineError(f"--nnodes works only with the launcher processes, but --launcher is {name}")
+        raise StagelineError(f"--nnodes requires --launcher processes, got --launcher {name}")
     if nnodes > 1:
         from stageline.distributed.launchers.host_ranks import HostLauncher
         from stageline.distributed.launchers.hosts import HostPlace
@@ -104,11 +109,13 @@ def _find_launcher(name: str, logs: Path | None, processes: int | None, place: t
         return HostLauncher(HostPlace(*place), logs=logs)
     chosen = find_launcher(name) if name != "processes" else ProcessLauncher(logs=logs)
     if node_rank or master_addr:
-        raise StagelineError("--node-rank and --master-addr are for several hosts: set --nnodes to their number")
+        raise StagelineError("--node-rank and --master-addr require --nnodes, the number of hosts")
     if processes == 0:
-        raise StagelineError("-n 0 is for a host of several that holds spare processes alone; start at least one rank")
+        raise StagelineError(
+            "-n 0 is only for a host of spare processes in a job of several hosts (--nnodes); start at least one rank"
+        )
     if logs is not None and name != "processes":
-        raise StagelineError(f"--logs works only with the launcher processes, but --launcher is {name}")
+        raise StagelineError(f"--logs requires --launcher processes, got --launcher {name}")
     return chosen
 
 

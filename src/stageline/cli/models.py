@@ -23,15 +23,19 @@ ModelName = Annotated[
     str,
     Argument(
         metavar="MODEL",
-        help=f"package.module:function that returns {FORMS}; or a Hugging Face config.json, or the folder that holds "
-        "one.",
+        help=f"package.module:function that returns {FORMS}; or a Hugging Face config.json, or a folder that "
+        "contains one.",
         show_default=False,
     ),
 ]
-Samples = Annotated[int, Option(min=1, metavar="N", help="Samples in the random batch of a Hugging Face model.")]
+Samples = Annotated[
+    int, Option(min=1, metavar="N", help="Samples in the random batch that is generated for a Hugging Face model.")
+]
 Length = Annotated[int, Option(min=2, metavar="N", help="Tokens per sample of that batch.")]
 Repeats = Annotated[int, Option(min=1, metavar="N", help="Rounds of measurements; more are run if times vary.")]
-Threads = Annotated[int | None, Option(min=1, metavar="N", help="Number of torch threads; use that of your job.")]
+Threads = Annotated[
+    int | None, Option(min=1, metavar="N", help="Number of torch threads; use the same number as in your job.")
+]
 Traceback = Annotated[bool, Option("--traceback", help="Show the traceback of an error in the model's code.")]
 
 
@@ -77,7 +81,7 @@ def load_model(name: str, samples: int, length: int, *, traceback: bool) -> Load
     if (file := config_file(name)) is not None:
         return _from_config(file, samples, length)
     if ":" not in name:
-        raise StagelineError(f"a model is named as package.module:function or as a config.json, got {name!r}")
+        raise StagelineError(f"MODEL must be package.module:function or a config.json, got {name!r}")
     with user_code(f"{name} cannot be imported", traceback):
         function = find_function(name)
     with user_code(f"{name} failed", traceback):
@@ -93,7 +97,7 @@ def load_with_inputs(name: str, samples: int, length: int, threads: int | None, 
         torch.set_num_threads(threads)
     loaded = load_model(name, samples, length, traceback=traceback)
     if loaded.inputs is None:
-        raise StagelineError(f"{name} returns no inputs; let it return (model, inputs)")
+        raise StagelineError(f"{name} does not return inputs; it must return (model, inputs)")
     return loaded
 
 

@@ -89,7 +89,9 @@ class ScheduleOptions:
         load_families(self.load)
         if Path(name).suffix.lower() in (".json", ".csv"):
             if self.ranks is not None or self.microbatches is not None or self.family_options():
-                raise ScheduleError(f"{name} is a file, which has its own sizes: leave out -p, -m and the like")
+                raise ScheduleError(
+                    f"{name} is a schedule file, which defines its own sizes; leave out -p, -m and family options"
+                )
             return read_schedule(name)
         family = find_family(name)
         if self.ranks is None or self.microbatches is None:
@@ -125,10 +127,10 @@ class CostOptions:
     unreduced: Annotated[
         str | None, _cost(help="Memory of a stage's gradients until they are reduced. Default: 0.", metavar="SIZE[,…]")
     ] = None
-    scale: Annotated[str | None, _cost(help="Factors of the costs, one per microbatch.", metavar="X,…")] = None
-    costs: Annotated[Path | None, _cost(metavar="FILE.json", help="Read costs from a file; options override it.")] = (
-        None
-    )
+    scale: Annotated[str | None, _cost(help="Multipliers of the costs, one per microbatch.", metavar="X,…")] = None
+    costs: Annotated[
+        Path | None, _cost(metavar="FILE.json", help="Read costs from a file; the options above override it.")
+    ] = None
 
     def make(self, default: Costs | None = None) -> Costs:
         """Return the costs: of the options, then of the file or `default`."""
@@ -178,7 +180,9 @@ def _key_values(pairs: list[str]) -> dict[str, Any]:
         if not equals or not key:
             raise ScheduleError(f"--option takes KEY=VALUE, got {shorten(pair)}")
         if key in ("name", "ranks", "microbatches"):
-            raise ScheduleError(f"--option cannot set {key}: write the schedule's name first, then -p and -m")
+            raise ScheduleError(
+                f"--option cannot set {key}; pass the schedule's name as the argument, and its sizes as -p and -m"
+            )
         values[key] = int(value) if re.fullmatch("-?[0-9]+", value) else value
     return values
 

@@ -22,7 +22,7 @@ class SearchOptions:
 
     batch: Annotated[
         int | None,
-        Option("-b", "--batch", metavar="N", help="Samples per step, for which the number of microbatches is chosen."),
+        Option("-b", "--batch", metavar="N", help="Samples per step; the number of microbatches is then chosen."),
     ] = None
     microbatches: Annotated[
         int | None,
@@ -30,7 +30,9 @@ class SearchOptions:
     ] = None
     cores: Annotated[
         float | None,
-        Option(metavar="N", help="Cores that the ranks share; a rank uses as many threads as the profile."),
+        Option(
+            metavar="N", help="Number of cores that the ranks share; each rank uses as many threads as the profile did."
+        ),
     ] = None
     mesh: Annotated[
         str | None,
@@ -38,10 +40,13 @@ class SearchOptions:
     ] = None
     devices: Annotated[
         int | None,
-        Option(metavar="N", help="Number of processes, to choose the mesh; --batch and -m then count all pipelines."),
+        Option(
+            metavar="N",
+            help="Number of processes; the mesh is then chosen, and --batch and -m count all pipelines together.",
+        ),
     ] = None
     tp: Annotated[
-        str | None, Option(metavar="N,…", help="With --devices, sizes of tensor parallel to try, such as 1,2,4.")
+        str | None, Option(metavar="N,…", help="With --devices, tensor-parallel sizes to try, such as 1,2,4.")
     ] = None
     speed: Annotated[
         str | None,
@@ -51,10 +56,14 @@ class SearchOptions:
         str, Option(metavar="WHEN", help="When gathered shards are freed: default, always or never.")
     ] = "default"
     shard_optimizer: Annotated[
-        bool, Option("--shard-optimizer", help="Let the mesh's dp_replicate divide the optimizer state (ZeRO-1).")
+        bool,
+        Option(
+            "--shard-optimizer",
+            help="Divide the optimizer state among the dp_replicate processes of the mesh (ZeRO-1).",
+        ),
     ] = False
     memory: Annotated[
-        str | None, Option(metavar="SIZE[,…]", help="Memory of a rank, such as 24GiB, or one per rank.")
+        str | None, Option(metavar="SIZE[,…]", help="Memory limit of a rank, such as 24GiB, or one per rank.")
     ] = None
     recompute: Annotated[
         str, Option(metavar="WHAT", help="auto, none, stage, or names of units separated by commas.")
@@ -64,7 +73,10 @@ class SearchOptions:
     )
     chunks: Annotated[int | None, Option(min=1, metavar="N", help="Stages per rank.")] = None
     transfer: Annotated[
-        str, Option(metavar="S|NAME=S,…|FILE", help="Latency of a message in seconds, in the forms of --bandwidth.")
+        str,
+        Option(
+            metavar="S|NAME=S,…|FILE", help="Latency of a message in seconds, in any form that --bandwidth accepts."
+        ),
     ] = "0"
     bandwidth: Annotated[
         str | None,
@@ -76,7 +88,7 @@ class SearchOptions:
     ] = None
     optimizer_bytes_per_parameter: Annotated[
         float,
-        Option("--optimizer-bytes", min=0, metavar="X", help="Optimizer state per parameter in bytes; AdamW has 8."),
+        Option("--optimizer-bytes", min=0, metavar="X", help="Optimizer state per parameter in bytes; AdamW needs 8."),
     ] = 8.0
     interlock: Annotated[
         bool, Option("--interlock", help="Include the memory that continuous steps need to undo a step.")
@@ -107,8 +119,8 @@ def command(
 ) -> None:
     """Find the fastest way to train a model: stages, microbatches, recomputation and schedule, within a memory limit.
 
-    MODEL may also be a profile, as written by stageline profile --output on any machine; --samples then states how many
-    samples it was measured with.
+    MODEL may also be a profile that stageline profile --output wrote on any machine; --samples is then the number of
+    samples with which it was measured.
 
     Examples:
       stageline plan config.json -p 4 --batch 32 --samples 8 --memory 24GiB
@@ -167,7 +179,7 @@ def _by_name(flag: str, text: str, example: str) -> dict[str, str]:
     for part in text.split(","):
         name, equals, value = (word.strip() for word in part.partition("="))
         if not equals or name in values:
-            raise StagelineError(f"{flag} names each dimension once with its value, as in {example}; got {text!r}")
+            raise StagelineError(f"{flag} must name each dimension once with its value, as in {example}; got {text!r}")
         values[name] = value
     return values
 

@@ -21,15 +21,15 @@ def command(
             "-o",
             "--out",
             metavar="FILE",
-            help="The page. Default: report.html in the run's folder; comparison.html here for several runs.",
+            help="File to write. Default: report.html in the run's folder; for several runs, comparison.html here.",
         ),
     ] = None,
     open_it: Annotated[bool, Option("--open", help="Open the page in the browser.")] = False,
 ) -> None:
     """Write the report of a training run as one HTML page: losses, throughput, and where each rank's time went.
 
-    For several runs, the page compares their figures, their charts, and the options that differ between their configs.
-    A run may still be in progress, or may have been killed. The page needs no network and no other file.
+    For several runs, the page compares their results and charts, and lists the options that differ. A run may still
+    be in progress or may have been killed. The page is self-contained: it needs no network and no other file.
 
     Examples:
       stageline report outputs
@@ -41,4 +41,4 @@ def command(
     page = make_report(runs[0], out) if len(runs) == 1 else make_comparison(runs, out or "comparison.html")
     print(f"wrote the {'report' if len(runs) == 1 else 'comparison'} to {page}", file=sys.stderr)
     if open_it and not webbrowser.open(page.resolve().as_uri()):
-        print("no browser could be started", file=sys.stderr)
+        print("could not start a browser", file=sys.stderr)

@@ -16,22 +16,25 @@ def command(
     processes: Annotated[
         int | None,
         typer.Option(
-            "--processes", "-n", min=2, help="Number of ranks to start. Default: one per GPU, or else up to 4."
+            "--processes", "-n", min=2, help="Number of ranks to start. Default: one per GPU or, without GPUs, up to 4."
         ),
     ] = None,
     launcher: Annotated[
-        str, typer.Option(metavar="NAME", help="Where to start ranks: processes, or ray. Not used under a launcher.")
+        str,
+        typer.Option(
+            metavar="NAME", help="Where to start ranks: processes or ray. Ignored under torchrun, srun or Ray."
+        ),
     ] = "processes",
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of the page and the JSON file.")] = Path(),
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for the HTML page and the JSON file.")] = Path(),
     families: Annotated[
-        str | None, typer.Option(metavar="NAME,…", help="Only these schedule families. Default: all.")
+        str | None, typer.Option(metavar="NAME,…", help="Schedule families to check. Default: all.")
     ] = None,
-    kill: Annotated[bool, typer.Option(help="Kill a rank of a small job, to see whether the others name it.")] = True,
+    kill: Annotated[bool, typer.Option(help="Kill a rank of a small job, and check that the others report it.")] = True,
     deadline: Annotated[float, typer.Option(min=1, help="Seconds after which a silent rank counts as lost.")] = 30.0,
 ) -> None:
-    """Test the hosts, links and versions that a job will use; write the results as a page and a JSON file.
+    """Test the hosts, links and versions that a job will use; write the results as an HTML page and a JSON file.
 
-    Checks that every schedule family gives the same bits as a plain loop, that a killed rank is named, and that all
+    Checks that every schedule family is bit-identical to a plain loop, that a killed rank is identified, and that all
     ranks run the same versions; measures latency and bandwidth between ranks. Under torchrun, srun or Ray, it runs on
     their ranks; otherwise it starts its own. The exit code is 0 if all checks pass, and 1 otherwise.
 

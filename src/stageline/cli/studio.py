@@ -23,10 +23,10 @@ def command(
     ] = None,
     no_browser: Annotated[bool, Option("--no-browser", help="Only print the address; do not open a browser.")] = False,
 ) -> None:
-    """Open a local web page: explore schedules and their costs, watch runs, and move the cut of a profile.
+    """Open a local web page: explore schedules and their costs, watch runs, and change the split of a profiled model.
 
     The page is served on 127.0.0.1 until Ctrl-C. Its address contains a secret token, and it loads nothing
-    from elsewhere. It needs the extra studio: pip install 'stageline\\[studio]'.
+    from the network. It requires the studio extra: pip install 'stageline\\[studio]'.
 
     Examples:
       stageline studio
@@ -36,7 +36,7 @@ def command(
     from stageline.studio import serve
 
     def tell(address: str) -> None:
-        typer.echo(f"studio at {address}\nCtrl-C ends it", err=False)
+        typer.echo(f"studio at {address}\npress Ctrl-C to stop", err=False)
 
     with interrupts.raised():
         serve(runs or [], port=port, browser=not no_browser, on_start=tell)

@@ -34,16 +34,19 @@ class SearchOptions:
     ] = None
     chunks: Annotated[int, Option(metavar="N", help="Stages per rank.")] = 1
     placement: Annotated[
-        str, Option(metavar="NAME", help="With several chunks: loop (around the ranks), or v (V placement).")
+        str,
+        Option(
+            metavar="NAME", help="Placement of several chunks: loop (around the ranks) or v (down and up the ranks)."
+        ),
     ] = "loop"
     objective: Annotated[str, _search(metavar="NAME", help="What to minimize: makespan or span.")] = "makespan"
     split: Annotated[
         bool | None,
-        _search("--split/--no-split", help="Split every backward, or none. Default: where it helps."),
+        _search("--split/--no-split", help="Split every backward, or none. Default: split where it helps."),
     ] = None
-    time_limit: Annotated[float, _search(metavar="S", help="Seconds to search; Ctrl-C stops earlier.")] = 2.0
+    time_limit: Annotated[float, _search(metavar="S", help="Seconds to search; Ctrl-C stops early.")] = 2.0
     tolerance: Annotated[
-        float, _search(metavar="X", help="Stop at this gap to the lower bound: 0.01 is 1%, 0 is the optimum.")
+        float, _search(metavar="X", help="Stop at this gap to the lower bound: 0.01 means 1%, 0 means optimal.")
     ] = 0.0
     seed: Annotated[int, _search(metavar="N", help="Random seed of the search.")] = 0
 
@@ -56,10 +59,11 @@ class CurveOptions:
     """The options of the curve of memory against time."""
 
     pareto: Annotated[
-        bool, _curve("--pareto", help="Search for many memory caps, and show every family beside the curve.")
+        bool, _curve("--pareto", help="Search at several memory caps, and show all families beside the curve.")
     ] = False
     caps: Annotated[
-        str | None, _curve(metavar="SIZE,…", help="Memory caps. Default: from the smallest that works.")
+        str | None,
+        _curve(metavar="SIZE,…", help="Memory caps to search. Default: chosen, starting with the smallest that works."),
     ] = None
     points: Annotated[int, _curve(metavar="N", min=1, max=100, help="Approximate number of caps without --caps.")] = 8
 
@@ -79,8 +83,8 @@ def command(
 ) -> None:
     """Search for the shortest schedule for these costs, and prove a bound on its distance from the optimum.
 
-    The result is never worse than a named family that fits the memory. Costs are those of one stage; with --chunks, a
-    rank has several. With --pareto, --time-limit applies to each memory cap.
+    The result is never worse than any family that fits in memory. Costs are per stage; with --chunks, each rank has
+    several stages. With --pareto, --time-limit applies to each memory cap.
 
     Examples:
       stageline synthesize -p 4 -m 8 --forward 10 --backward 18 --memory 4
@@ -89,7 +93,7 @@ def command(
     """
     if curve.pareto:
         if search.memory is not None or output is not None:
-            raise StagelineError("--pareto searches many caps: leave out -o, and give --caps instead of --memory")
+            raise StagelineError("--pareto searches at several caps; leave out -o, and pass --caps instead of --memory")
         _show_curve(prices, ranks, microbatches, search, curve, drawing)
         return
     from stageline.synthesis.synthesize import synthesize
@@ -184,4 +188,4 @@ def _summary(result: Synthesis) -> Iterator[tuple[str, str]]:
         comparison = f"{ratio:.1%} longer" if ratio > 1e-9 else "the same"
         yield "best family", f"{name}: {shown(result.named[name])} ({comparison})"
     if result.was_cut:
-        yield "cut short", "by time or interrupt; a longer --time-limit may find better"
+        yield "cut short", "by the time limit or an interrupt; a longer --time-limit may find a shorter schedule"

@@ -33,7 +33,7 @@ def command(
     prices: CostOptions,
     plan: Annotated[
         Path | None,
-        Option(metavar="FILE", help="The plan: a timeline or a plan as JSON. Default: planned.json beside RUN."),
+        Option(metavar="FILE", help="Planned timeline, or a plan, as JSON. Default: planned.json next to RUN."),
     ] = None,
     chrome: Annotated[
         Path | None, output_option(metavar="FILE", help="Write a trace for Perfetto or chrome://tracing.")
@@ -43,9 +43,9 @@ def command(
 ) -> None:
     """Explain a measured step: where each rank's time went compared with the plan, both drawn on one time axis.
 
-    The plan is planned.json beside the step, which a training job writes, unless --plan names another one. Without a
-    plan, the step is compared with one in which every action and transfer takes its typical time. Cost options, in the
-    unit of the file (seconds for a measured step), replace these times; their defaults below do not apply.
+    The plan is planned.json next to RUN, where training jobs write it, or the file passed as --plan. Without a plan,
+    the step is compared with one in which every action and transfer takes its typical time. Cost options replace these
+    times, in the unit of the file (seconds for a measured step); the defaults shown below do not apply.
 
     Examples:
       stageline trace outputs/timeline/step-00000200.json
@@ -90,7 +90,7 @@ def _plan_of(run: Path, plan: Path | None, measured: Timeline) -> tuple[Timeline
     else:
         planned = read_timeline(file)
     if plan is None and planned.schedule != measured.schedule:
-        return None, f"{file} is of another schedule, {planned.schedule.name}"
+        return None, f"{file} is for another schedule, {planned.schedule.name}"
     return planned, str(file)
 
 
@@ -105,7 +105,7 @@ def _own_times(measured: Timeline, drawing: DrawingOptions) -> None:
         return
     out = console(drawing.width)
     out.print(f"{measured.schedule.name}, measured: {NOT_ALIGNED}")
-    out.print("the ranks cannot be drawn on one time axis; the times of each rank by itself:")
+    out.print("the ranks cannot be drawn on one time axis; times per rank:")
     for rank, busy in enumerate(measured.busy[:MAX_RANKS]):
         out.print(f"rank {rank}: computes {shown_time(measured, busy)}")
     out.print(f"span: {shown_time(measured, measured.span)}, the longest of all ranks")
@@ -144,7 +144,7 @@ def _explain(out: Console, explanation: Explanation, source: str) -> None:
             f"{shown(entry.planned)}, {entry.actions} times: {shown(entry.extra)} in all"
         )
     if len(slow) > MAX_SLOW:
-        out.print(f"slow: and {len(slow) - MAX_SLOW} more kinds of action, each less; --json lists all")
+        out.print(f"slow: and {len(slow) - MAX_SLOW} more kinds of action with smaller delays; --json lists all")
 
 
 def _rank_table(explanation: Explanation) -> Table:

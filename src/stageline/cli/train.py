@@ -53,23 +53,23 @@ class TrainCommand(TyperCommand):
 
 def command(
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[CONFIG.toml]", help="Config file of the job.", show_default=False)
+        list[str] | None, typer.Argument(metavar="[CONFIG.toml]", help="Config file.", show_default=False)
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Set any option; the value is TOML or plain text."),
+        typer.Option("--set", metavar="KEY=VALUE", help="Set an option; the value is TOML or plain text."),
     ] = None,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the resolved config as TOML with comments, and exit.")
     ] = False,
-    check: Annotated[bool, typer.Option("--check", help="Report what is wrong with the config, and exit.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Check the config, report its errors, and exit.")] = False,
 ) -> None:
-    """Train a model: the built-in job, or one from a config file, with every option as a flag.
+    """Train a model: the built-in job, or one from a config file; every option is also a flag.
 
     Unset options use their defaults. Flags and --set override the file; later ones override earlier ones.
 
-    The ranks start as processes of this machine: one per GPU, or without GPUs one per core up to 4. Under torchrun,
-    SLURM or Ray, the command is one of the ranks.
+    The ranks run as processes on this machine: one per GPU or, without GPUs, one per core, up to 4. Under torchrun,
+    SLURM or Ray, each process that runs this command is one rank.
 
     Examples:
       stageline train
@@ -122,7 +122,7 @@ def find_file(words: Iterable[str]) -> tuple[str | None, list[str]]:
             suggestion = f"; did you mean --set {word}?" if "=" in word else ""
             errors.append(f"{shorten(word)} is neither an option nor a .toml file{suggestion}")
         elif path is not None:
-            errors.append(f"there are two config files, {path} and {word}; pass one")
+            errors.append(f"got two config files, {path} and {word}; pass only one")
         else:
             path = word
     return path, errors

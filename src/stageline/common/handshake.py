@@ -162,7 +162,7 @@ class Reception:
         """Read the hello, and no more than it."""
         wanted = 2 if len(self._in) < 2 else 2 + int.from_bytes(self._in[:2], "big")
         if wanted > LONGEST:
-            raise TrustError("its hello is too long")
+            raise TrustError("its greeting is too long")
         data = self.link.recv(wanted - len(self._in))
         if not data:
             raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
@@ -176,7 +176,7 @@ class Reception:
             self._refuse(f"stageline {__version__} runs there, and {version[:20]} here")
         transcript = (version, text, self._challenge, nonce)
         if not proves(hello.get("proof"), self._secret, "opener", *transcript):
-            self._refuse("it has another secret")
+            self._refuse("it has a different secret")
         facts = json.loads(text)
         try:
             answer = json.dumps(self._admit(facts))
@@ -202,7 +202,7 @@ class MessageSeal:
     >>> there.unseal(MessageSeal(b"key", opener=True).seal(b"one"))
     Traceback (most recent call last):
         ...
-    stageline.common.errors.TrustError: message 2 of the connection was changed, or is not from its other end
+    stageline.common.errors.TrustError: message 2 of the connection was modified, or does not come from its peer
     """
 
     def __init__(self, key: bytes, *, opener: bool) -> None:
@@ -221,7 +221,7 @@ class MessageSeal:
         """The message without its digest; raise `TrustError` if it is not the next one of the other end."""
         digest, message = sealed[:_DIGITS], sealed[_DIGITS:]
         if not hmac.compare_digest(digest, self._digest(self._directions[1], self._received, message)):
-            raise TrustError(f"message {self._received} of the connection was changed, or is not from its other end")
+            raise TrustError(f"message {self._received} of the connection was modified, or does not come from its peer")
         self._received += 1
         return message
 
@@ -277,7 +277,7 @@ class _Limit:
             poll = select.poll()
             poll.register(link, event)
             if self.alarm is not None and self.alarm.fileno() < 0:
-                raise ConnectionAbortedError("the connections of this process have ended")
+                raise ConnectionAbortedError("this process has closed its connections")
             if self.alarm is not None:
                 poll.register(self.alarm, select.POLLIN)
             events = {number for number, _ in poll.poll(max(0.0, 1e3 * (self.end - time.monotonic())))}
@@ -303,7 +303,7 @@ def _receive(link: socket.socket, limit: _Limit) -> dict[str, Any]:
         missing = wanted - len(data)
         piece = _until_done(lambda size=missing: link.recv(size), link, select.POLLIN, limit)  # type: ignore[misc]
         if not piece:
-            raise ConnectionResetError(errno.ECONNRESET, "it closed the connection without a word")
+            raise ConnectionResetError(errno.ECONNRESET, "it closed the connection without a reply")
         data += piece
         if len(data) == 2:
             wanted = 2 + int.from_bytes(data, "big")
@@ -323,7 +323,7 @@ def _parse(text: bytes) -> dict[str, Any]:
     try:
         message = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise TrustError("it does not speak as a rank of a job does") from error
+        raise TrustError("it does not use the protocol of a job's ranks") from error
     if not isinstance(message, dict):
-        raise TrustError("it does not speak as a rank of a job does")
+        raise TrustError("it does not use the protocol of a job's ranks")
     return message

@@ -62,13 +62,13 @@ def require(library: str, what: str, install: str = "") -> Any:
     Traceback (most recent call last):
         ...
     stageline.StagelineError: the launcher x needs no_such_library, which cannot be imported (No module named
-    'no_such_library'): pip install 'stageline[x]'
+    'no_such_library'); run pip install 'stageline[x]'
     """
     try:
         return importlib.import_module(library)
     except ImportError as error:
         raise StagelineError(
-            f"{what} needs {library}, which cannot be imported ({error}): pip install {install or library}"
+            f"{what} needs {library}, which cannot be imported ({error}); run pip install {install or library}"
         ) from error
 
 

@@ -205,10 +205,14 @@ class StopSignals:
         if again:
             if not _launched:
                 _show_cursor()
-                _write(2, "\nended at once; the last published checkpoint is intact\n")
+                _write(2, "\nstopped immediately; the last published checkpoint is intact\n")
             os._exit(128 + number)
         elif number == signal.SIGINT and _is_terminal(2) and not _launched:
-            _write(2, "\nstopping once this step is finished and saved; Ctrl-C again ends at once, without saving\n")
+            _write(
+                2,
+                "\nstopping after this step is finished and saved; press Ctrl-C again to stop immediately, "
+                "without saving\n",
+            )
 
 
 @contextmanager

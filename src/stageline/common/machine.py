@@ -169,8 +169,8 @@ def listen(host: str, backlog: int = 1024) -> socket.socket:
         assert ports is not None
         raise OSError(
             errno.EADDRINUSE,
-            f"all {len(ports)} ports of {VARIABLE}={ports[0]}-{ports[-1]} are in use: another job may use them; give "
-            "every job of a machine its own range",
+            f"all {len(ports)} ports of {VARIABLE}={ports[0]}-{ports[-1]} are in use, possibly by another job; give "
+            "every job on a machine its own range",
         )
     except BaseException:
         listener.close()

@@ -142,7 +142,8 @@ def job_secret(environment: Mapping[str, str] | None = None) -> str:
             raise TrustError(f"cannot read the secret of this job from {name}: {error}") from error
     if (path or text) and len(text) < _SHORTEST:
         raise TrustError(
-            f"{name} has {len(text)} characters, and at least {_SHORTEST} are needed: openssl rand -hex 32"
+            f"{name} has {len(text)} characters, but at least {_SHORTEST} are needed; create one with openssl rand "
+            "-hex 32"
         )
     return text
 
@@ -258,8 +259,8 @@ class Sharing:
             return value
         raise TrustError(
             f"rank {self._rank} read {shorten(kind, 20)} under {self._key} in the store, where rank 0 of a job on one "
-            "machine stores the name of a file; someone else wrote to the store, or the ranks were started with "
-            "different values of LOCAL_WORLD_SIZE"
+            "machine stores the name of a file; someone else wrote to the store, or the ranks have different values "
+            "of LOCAL_WORLD_SIZE"
         )
 
     def _offer(self, text: str) -> str:
@@ -284,7 +285,7 @@ def _warn() -> None:
     if not _warned:
         _warned = True
         warnings.warn(
-            "the ranks are on several machines and have no secret, so their connections trust whoever reaches torch's "
-            "store: set STAGELINE_SECRET or STAGELINE_SECRET_FILE on all hosts, or use a trusted network",
+            "the ranks are on several machines and have no secret, so their connections trust anyone who can reach "
+            "torch's store; set STAGELINE_SECRET or STAGELINE_SECRET_FILE on all hosts, or use a trusted network",
             stacklevel=2,
         )

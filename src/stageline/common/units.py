@@ -29,7 +29,7 @@ def parse_size(text: str, name: str = "memory") -> float:
         value = float(match[1]) * (1024.0 if match[3] else 1000.0) ** " kmgt".index(match[2] or " ")
         if value < math.inf:
             return value
-    raise StagelineError(f"{name} takes a size, like 24GiB or 10G; got {shorten(text)}")
+    raise StagelineError(f"{name} must be a size, like 24GiB or 10G; got {shorten(text)}")
 
 
 def parse_sizes(value: Size | Sequence[Size] | Other) -> float | list[float] | Other:

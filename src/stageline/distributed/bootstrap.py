@@ -42,7 +42,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 LAZY = "TORCH_GLOO_LAZY_INIT"
-CURE = "let the hosts of the job connect to each other, at least on the ports of STAGELINE_PORTS and on MASTER_PORT"
+CURE = (
+    "allow the hosts of the job to connect to each other, at least on the ports in STAGELINE_PORTS and on MASTER_PORT"
+)
 _UNREACHED = "stageline/unreached/{}/{}"
 """Key of the store: why a rank cannot join the others."""
 
@@ -277,7 +279,7 @@ def _find_store(deadline: float) -> tuple[Any, int, int]:
             ) from error
         raise PipelineError(
             f"rank 0 never started: nothing answers at MASTER_ADDR={host}, MASTER_PORT={port} within {deadline:g} s "
-            f"({error}); start the job again with all ranks"
+            f"({error}); restart the job with all ranks"
         ) from error
     return store, rank, ranks
 
@@ -342,7 +344,7 @@ def start_together(
 
 def _not_started(control: MonitorClient, verdict: Verdict) -> PipelineError:
     verdict = control.named(verdict)
-    error = PipelineError(f"{verdict}; start the job again with all ranks")
+    error = PipelineError(f"{verdict}; restart the job with all ranks")
     with suppress(OSError):
         flight = FlightRecorder(control.rank, control.ranks, control.job)
         note_record(error, [flight.write(verdict=verdict, doing="starting", lost=control.lost)])
@@ -357,29 +359,28 @@ def check_environment(environment: Mapping[str, str]) -> int:
     >>> check_environment({"WORLD_SIZE": "4", "RANK": "4", "MASTER_ADDR": "host", "MASTER_PORT": "29500"})
     Traceback (most recent call last):
         ...
-    stageline.StagelineError: the environment has RANK=4 and WORLD_SIZE=4: the rank must be at least 0 and
+    stageline.StagelineError: RANK is 4 and WORLD_SIZE is 4, but the rank must be at least 0 and
     below 4; start the processes with torchrun, or unset WORLD_SIZE to run in one process
     """
     cure = "start the processes with torchrun, or unset WORLD_SIZE to run in one process"
     size = _number(environment, "WORLD_SIZE", cure)
     size = 1 if size is None else size
     if size < 1:
-        raise StagelineError(f"the environment has WORLD_SIZE={size}, but at least 1 process is needed; {cure}")
+        raise StagelineError(f"WORLD_SIZE is {size}, but at least 1 process is needed; {cure}")
     if size == 1:
         return 1
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
     if missing:
-        raise StagelineError(f"the environment has WORLD_SIZE={size} but no {' and no '.join(missing)}; {cure}")
+        raise StagelineError(f"WORLD_SIZE is {size}, but the environment has no {' and no '.join(missing)}; {cure}")
     for inner, outer in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         rank, limit = _number(environment, inner, cure), _number(environment, outer, cure)
         if rank is not None and limit is not None and not 0 <= rank < limit:
             raise StagelineError(
-                f"the environment has {inner}={rank} and {outer}={limit}: the rank must be at least 0 and below "
-                f"{limit}; {cure}"
+                f"{inner} is {rank} and {outer} is {limit}, but the rank must be at least 0 and below {limit}; {cure}"
             )
     local = _number(environment, "LOCAL_WORLD_SIZE", cure)
     if local is not None and local > size:
-        raise StagelineError(f"the environment has LOCAL_WORLD_SIZE={local} but only WORLD_SIZE={size}; {cure}")
+        raise StagelineError(f"LOCAL_WORLD_SIZE is {local}, which exceeds WORLD_SIZE, {size}; {cure}")
     return size
 
 
@@ -388,4 +389,4 @@ def _number(environment: Mapping[str, str], name: str, cure: str) -> int | None:
     try:
         return int(text) if text else None
     except ValueError:
-        raise StagelineError(f"the environment has {name}={text!r}, which is not a whole number; {cure}") from None
+        raise StagelineError(f"{name} is {text!r}, which is not an integer; {cure}") from None

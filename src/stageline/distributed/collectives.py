@@ -174,8 +174,8 @@ class ProcessCollectives:
             others = (rank for rank in range(self._control.ranks) if rank != self.process)
             if self._control.lost is not None or not any(map(self._control.busy, others)):
                 raise self._failures.lose(
-                    f"{self.name} waited {self.deadline:g} s for all ranks to reach the same point, "
-                    "and none of them is working"
+                    f"{self.name} waited {self.deadline:g} s for all ranks to reach the same point, but none of them "
+                    "is doing any work"
                 )
             return time.monotonic()
         return began

@@ -56,8 +56,8 @@ class Change(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"stage {self.stage} passes on {self.now} for microbatch {self.microbatch} of step {self.step}, and passed "
-            f"on {self.before} before"
+            f"stage {self.stage} returned {self.now} for microbatch {self.microbatch} of step {self.step}, but "
+            f"returned {self.before} before"
         )
 
 
@@ -122,16 +122,17 @@ def note_missing_value(error: PipelineError, verdict: Verdict) -> None:
     >>> error = PipelineError("rank 1 failed")
     >>> note_missing_value(error, Verdict(1, "raised", text="KeyError: 'mask'", action="F", stage=2))
     >>> print(error.__notes__[0])
-    not all stages before stage 2 run in its process: what their layers or hooks leave beside their outputs, in a global
-    or on a module, does not travel between ranks; if it looked for such a value, pass that on among inputs and outputs
+    not all stages before stage 2 run in its process: values that layers or hooks store in a global or on a module,
+    outside their outputs, are not sent between ranks; if the missing value is one of these, pass it through inputs and
+    outputs
     """
     kind, _, text = verdict.text.partition(":")
     missing = kind in ("KeyError", "AttributeError") or (kind == "IndexError" and ("list" in text or "deque" in text))
     if missing and verdict.action == "F" and verdict.stage:
         error.add_note(
-            f"not all stages before stage {verdict.stage} run in its process: what their layers or hooks leave beside "
-            "their outputs, in a global or on a module, does not travel between ranks; if it looked for such a value, "
-            "pass that on among inputs and outputs"
+            f"not all stages before stage {verdict.stage} run in its process: values that layers or hooks store in a "
+            "global or on a module, outside their outputs, are not sent between ranks; if the missing value is one "
+            "of these, pass it through inputs and outputs"
         )
 
 
@@ -224,7 +225,7 @@ class JobFailures:
     def over(self, verdict: Verdict) -> PipelineError:
         """The error of a job that lost a rank."""
         self.lost = str(verdict)
-        error = PipelineError(f"{verdict}; {GRADIENTS.split(':')[0]}; this job cannot continue: restart it")
+        error = PipelineError(f"{verdict}; {GRADIENTS.split(':')[0]}; this job cannot continue; restart it")
         if verdict.traceback:
             error.add_note(f"on {self._name(verdict.culprit)}:\n{verdict.traceback}")
         note_record(error, [self.record(verdict)])
@@ -243,7 +244,7 @@ class JobFailures:
         self.lost = self._groups.lost() or (text if verdict is None else f"{verdict} ({text})")
         self._groups.lose(self.lost)
         error = PipelineError(
-            f"{self.lost}; no parameter was changed, and this pipeline cannot continue: restart the processes, or, if "
+            f"{self.lost}; no parameter was changed, and this pipeline cannot continue; restart the processes or, if "
             "all of them are alive, create a new Pipeline in each"
         )
         if verdict is not None and verdict.traceback and verdict.culprit != self.control.rank:

@@ -33,11 +33,11 @@ TENSORS = ("tp",)
 """Names of the dimensions of a mesh."""
 KNOWN = (*RANKS, *REPLICAS, *SHARDS, *TENSORS)
 OTHERS = {
-    "cp": "context parallel is not supported: keep whole sequences on a rank, and use tp or more stages",
-    "ep": "expert parallel is not supported: keep all experts of a layer on a rank, and shard them with dp_shard",
+    "cp": "context parallelism is not supported; keep whole sequences on a rank, and use tp or more stages",
+    "ep": "expert parallelism is not supported; keep all experts of a layer on a rank, and shard them with dp_shard",
     "fsdp": "name it 'dp_shard'",
     "ddp": "name it 'dp_replicate'",
-    "dp_cp": "context parallel is not supported",
+    "dp_cp": "context parallelism is not supported",
 }
 """What to do about dimensions that others use."""
 
@@ -201,8 +201,8 @@ def _shape_of(mesh: DeviceMesh) -> dict[str, int]:
     shape = dict(zip(names, getattr(mesh, "shape", ()), strict=False))
     if not names:
         raise StagelineError(
-            f"mesh= must be a DeviceMesh whose dimensions are named {', '.join(KNOWN)}, in any order, and "
-            f"{shorten(mesh)} has no names: pass mesh_dim_names= to init_device_mesh"
+            f"mesh= must be a DeviceMesh whose dimensions are named {', '.join(KNOWN)}, in any order, but "
+            f"{shorten(mesh)} has no names; pass mesh_dim_names= to init_device_mesh"
         )
     unknown = [name for name in names if name not in KNOWN and shape[name] != 1]
     if unknown:
@@ -223,13 +223,13 @@ def _refuse_part(mesh: DeviceMesh, shape: dict[str, int], members: list[int], pr
     sizes_text = " × ".join(f"{name} {size}" for name, size in shape.items())
     if root_of(mesh).size() != processes:
         raise StagelineError(
-            f"the mesh ({sizes_text}) holds the processes {shorten(members)}, and {processes} were started: it must "
-            'hold each of them once, or be a part of a mesh that does, such as world["pp"]'
+            f"the mesh ({sizes_text}) contains the processes {shorten(members)}, but {processes} were started; it must "
+            'contain each of them once, or be part of a mesh that does, such as world["pp"]'
         )
     if mesh.get_coordinate() is None:
         raise StagelineError(
-            f"this process has no place in the mesh ({sizes_text}), which holds the processes {shorten(members)}: "
-            'pass the part that holds it, such as world["pp"] of the whole mesh'
+            f"this process is not in the mesh ({sizes_text}), which contains the processes {shorten(members)}; "
+            'pass the part that contains it, such as world["pp"] of the whole mesh'
         )
 
 
@@ -268,7 +268,7 @@ def find_layout(ranks: int, replicas: int | None, mesh: DeviceMesh | None, proce
     >>> find_layout(2, None, None, processes=6)
     Traceback (most recent call last):
         ...
-    stageline.StagelineError: the schedule has 2 ranks and 6 processes were started; start 2, or pass ranks=6, or
+    stageline.StagelineError: the schedule has 2 ranks, but 6 processes were started; start 2, or pass ranks=6, or
     replicas=3 (3 × 2 = 6)
     """
     if replicas is not None and (not isinstance(replicas, int) or replicas < 1):
@@ -278,14 +278,14 @@ def find_layout(ranks: int, replicas: int | None, mesh: DeviceMesh | None, proce
         if layout.ranks != ranks or replicas not in (None, layout.data_rows):
             raise StagelineError(
                 f"the mesh has {layout.ranks} ranks and {layout.data_rows} replicas; the schedule has {ranks} ranks"
-                f"{'' if replicas is None else f' and replicas={replicas} was passed'}: make them agree"
+                f"{'' if replicas is None else f' and replicas={replicas} was passed'}; make them agree"
             )
         return layout
     if replicas is None and ranks == processes:
         return Layout.even(ranks)
     if processes == 1:
         raise StagelineError(
-            f"replicas={replicas} needs a process for every rank of every replica: start {replicas} × {ranks} with "
+            f"replicas={replicas} needs a process for every rank of every replica; start {replicas} × {ranks} with "
             f"torchrun --nproc-per-node {(replicas or 1) * ranks}"
         )
     if replicas is None or replicas * ranks != processes:
@@ -293,12 +293,12 @@ def find_layout(ranks: int, replicas: int | None, mesh: DeviceMesh | None, proce
         fits = fits if processes % ranks == 0 and processes > ranks else ""
         if replicas is None:
             raise StagelineError(
-                f"the schedule has {ranks} ranks and {processes} processes were started; start {ranks}, or pass "
+                f"the schedule has {ranks} ranks, but {processes} processes were started; start {ranks}, or pass "
                 f"ranks={processes}{fits}"
             )
         alone = f", or pass ranks={processes // replicas}" if processes % replicas == 0 else ""
         raise StagelineError(
-            f"{replicas} replicas of {ranks} ranks are {replicas * ranks} processes, and {processes} were started; "
+            f"{replicas} replicas of {ranks} ranks need {replicas * ranks} processes, but {processes} were started; "
             f"start {replicas * ranks}{alone}{fits}"
         )
     return Layout.even(ranks, replicas)

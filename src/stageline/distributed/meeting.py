@@ -65,13 +65,13 @@ class Introduction:
         """Refuse a rank that cannot work with rank 0."""
         if self.versions != first.versions:
             raise StagelineError(
-                f"rank {rank} runs {self.versions[:80]} and rank 0 runs {first.versions[:80]}: install the same "
+                f"rank {rank} runs {self.versions[:80]}, but rank 0 runs {first.versions[:80]}; install the same "
                 "versions on all hosts"
             )
         if self.tls != first.tls:
             one, other = (rank, 0) if self.tls else (0, rank)
             raise StagelineError(
-                f"rank {one} uses TLS and rank {other} does not: set STAGELINE_TLS_CERT, STAGELINE_TLS_KEY and "
+                f"rank {one} uses TLS but rank {other} does not; set STAGELINE_TLS_CERT, STAGELINE_TLS_KEY and "
                 "STAGELINE_TLS_CA on all hosts"
             )
 
@@ -144,7 +144,9 @@ class Meeting:
             self._await_answer(_ANSWER.format(drawn), patience)
             first = Introduction.parse(store.get(_ANSWER.format(drawn)).decode())
             if first is None:
-                raise StagelineError(f"rank {rank} read an answer of rank 0 in the store that is not of this version")
+                raise StagelineError(
+                    f"rank {rank} read an answer of rank 0 from the store that does not match this version of Stageline"
+                )
             self.name, self.address = first.name, self.address or first.address
             store.set(_HEARD.format(self.name, rank), "1")
             mine.check(rank, first)
@@ -167,7 +169,7 @@ class Meeting:
             if time.monotonic() > end:
                 raise PipelineError(
                     f"rank {min(missing)} never started: it did not reach MASTER_ADDR={os.environ.get('MASTER_ADDR')} "
-                    f"within {patience:g} s; start the job again with all ranks"
+                    f"within {patience:g} s; restart the job with all ranks"
                 )
             time.sleep(0.01)
 

@@ -126,7 +126,7 @@ class Groups:
         names = {process: self.monitor.name_of(process) or f"rank {process}" for process in (mine, *others)}
         peers = " and ".join(f"{names[process]} at {self.links.host_of(process)}" for process in others)
         return PipelineError(
-            f"{names[mine]} cannot connect to {peers} over {library} within {self._deadline:g} s: let the hosts "
+            f"{names[mine]} cannot connect to {peers} over {library} within {self._deadline:g} s: allow the hosts to "
             f"connect to each other on the ports of net.ipv4.ip_local_port_range, which {library} uses, and check "
             f"{library.upper()}_SOCKET_IFNAME if it is set ({error})"
         )

@@ -31,8 +31,7 @@ class Recovery:
             raise StagelineError(f"on_loss {error}")
         if self.spares and not self.max_restarts:
             raise StagelineError(
-                f"spares is {self.spares}, but they take the place of lost ranks only if max_restarts is above 0; "
-                "it is 0"
+                f"spares is {self.spares}, but spare processes are used only if max_restarts is above 0; it is 0"
             )
 
     @property

@@ -231,11 +231,13 @@ def _advice(
     """Return what to do next."""
     if verdict is None:
         silent = [row.rank for row in rows if not row.wrote]
-        advice = ["no record names a culprit: the control channel was lost, or the ranks were ended from outside"]
+        advice = [
+            "no record names the rank that failed: the control channel was lost, or the ranks were killed from outside"
+        ]
         if any("a cycle" in chain for chain in chains):
             advice.append("the ranks wait in a cycle: run `stageline verify` on the schedule")
         if silent:
-            advice.append(f"begin with the ranks that wrote nothing: {', '.join(map(str, silent[:8]))}")
+            advice.append(f"start with the ranks that wrote no record: {', '.join(map(str, silent[:8]))}")
         return tuple(advice)
     rank, place = verdict.culprit, verdict.where or "its machine"
     record = records.get(rank)
@@ -244,23 +246,24 @@ def _advice(
     return {
         "died": (
             f"look at the end of rank {rank}'s own output for a crash in native code, and at its exit code",
-            f"check whether the machine killed the process ({place}) for its memory: dmesg | grep -i 'killed process'",
+            f"check whether the kernel killed the process ({place}) because it ran out of memory: dmesg | grep -i "
+            "'killed process'",
         ),
         "frozen": (
             f"if it is still alive, see where it hangs: py-spy dump --pid PID ({place}); a stopped one shows T in ps",
-            "one long call that holds the interpreter lock stops the heartbeat too: if so, raise deadline=",
-            "if its machine or the network is down, every rank of that machine is silent",
+            "a long call that holds the GIL also stops the heartbeat; if that is the cause, increase deadline=",
+            "if its machine or the network is down, all ranks of that machine are silent",
         ),
         "raised": (
-            f"the traceback of rank {rank} is the first cause; errors on the other ranks follow from it",
+            f"the traceback of rank {rank} is the root cause; errors on the other ranks follow from it",
             "call zero_grad() before the next step, if the script continues",
         ),
         "absent": (
             f"check whether rank {rank} was started, and look at the beginning of its output",
-            "if it only starts slowly, raise the start-up deadline",
+            "if it only starts slowly, increase the start-up deadline",
         ),
         "left": (
             f"check why the script of rank {rank} ended: {verdict.text or 'it gave no reason'}",
-            "all ranks must run the same number of steps: do they read the same amount of data?",
+            "all ranks must run the same number of steps: check that they read the same amount of data",
         ),
     }[verdict.kind]

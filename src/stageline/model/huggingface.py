@@ -75,8 +75,8 @@ def refuse_cache(value: Any, defaults: dict[str, Any]) -> None:
     """Refuse a batch that enables the cache, which stages cannot pass on."""
     if "use_cache" in defaults and isinstance(value, dict) and value.get("use_cache"):
         raise StagelineError(
-            f"the batch has use_cache={value['use_cache']!r}; a pipeline fills no cache, and training needs none: "
-            "omit use_cache, or set it to False"
+            f"the batch has use_cache={value['use_cache']!r}; a pipeline does not support a key-value cache, and "
+            "training does not need one; omit use_cache, or set it to False"
         )
 
 
@@ -222,7 +222,8 @@ def hub_files(name: str, patterns: Sequence[str]) -> Path:
         library: Any = importlib.import_module("huggingface_hub")
     except ImportError:
         raise StagelineError(
-            f"{name} is a name of the Hugging Face hub, which needs transformers: pip install 'stageline[huggingface]'"
+            f"{name} is a name on the Hugging Face hub, which needs transformers; run pip install "
+            "'stageline[huggingface]'"
         ) from None
     try:
         return Path(library.snapshot_download(name, allow_patterns=list(patterns), local_files_only=_hub_refuses(name)))
@@ -256,13 +257,13 @@ def _hub_refuses(name: str) -> bool:
             ) from None
         if code in (401, 403):
             raise StagelineError(
-                f"the Hugging Face hub does not give {name} to you (HTTP {code}): ask for access on its page, and set "
+                f"the Hugging Face hub denied access to {name} (HTTP {code}); request access on its page, and set "
                 "HF_TOKEN"
             ) from None
         raise StagelineError(
             f"there is no folder {name}, and the Hugging Face hub at {endpoint} cannot be reached to load a model of "
-            f"that name: {getattr(error, 'reason', error)}; download it where the hub can be reached (hf download "
-            f"{name} --local-dir FOLDER), and use that folder instead of the name"
+            f"that name: {getattr(error, 'reason', error)}; download it on a machine that can reach the hub (hf "
+            f"download {name} --local-dir FOLDER), and pass that folder instead of the name"
         ) from None
 
 
@@ -351,10 +352,10 @@ def read_config(path: str | Path) -> HuggingFaceConfig:
         import transformers
     except ImportError as error:
         raise StagelineError(
-            "a Hugging Face config needs transformers: pip install 'stageline[huggingface]'"
+            "a Hugging Face config needs transformers; run pip install 'stageline[huggingface]'"
         ) from error
     try:
         config = transformers.AutoConfig.for_model(**{**values, "model_type": values["model_type"]})
     except (KeyError, ValueError, TypeError) as error:
-        raise StagelineError(f"{file} is not a config that transformers knows: {error}") from error
+        raise StagelineError(f"{file} is not a config that transformers supports: {error}") from error
     return HuggingFaceConfig(file, text, config, next(iter(values.get("architectures") or []), ""))

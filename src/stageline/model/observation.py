@@ -105,7 +105,7 @@ def errors_named(layers: Sequence[LayerTrace], when: str) -> Iterator[None]:
 
 
 def _no_backward(nothing: None) -> Tensor:
-    raise StagelineError("run called backward; it must only run the forward of the model")
+    raise StagelineError("run called backward, but it must run only the forward of the model")
 
 
 class _Observer:
@@ -145,9 +145,7 @@ class _Observer:
         self._counts[module] += 1
         trace = traces[min(count, len(traces) - 1)]
         if not torch.is_grad_enabled():
-            raise StagelineError(
-                f"{trace.title} ran without gradients; call the model outside of torch.no_grad() in run"
-            )
+            raise StagelineError(f"{trace.title} ran without gradients; call the model outside torch.no_grad() in run")
         leaves, tree = tree_flatten((args, kwargs))
         tensors = tensors_in(leaves)
         if not trace.calls:

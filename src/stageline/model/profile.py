@@ -194,7 +194,7 @@ class Profile:
         tied = sum(layer.tied for layer in self.layers)
         if tied:
             lines.append(
-                f"tied parameters, {format_size(tied)}, count in every layer that has them and once in the total"
+                f"tied parameters, {format_size(tied)}, are counted in every layer that has them, and once in the total"
             )
         environment = f"{self.machine}, {self.device}, torch {self.torch}, {self.threads} threads"
         varied = f"{self.repeats} measurements, ± {self.uncertainty:.1%}" if self.repeats > 1 else "1 measurement"

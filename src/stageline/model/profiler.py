@@ -62,7 +62,7 @@ def profile(
     """
     model = unwrapped(model)
     if not isinstance(model, nn.Module):
-        raise StagelineError(f"profile takes a model, an nn.Module, got {shorten(model)}")
+        raise StagelineError(f"profile expects a model (nn.Module), got {shorten(model)}")
     refuse_lazy(model)
     refuse_arrays(example, "the example")
     units = units_of(model)

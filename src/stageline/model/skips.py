@@ -103,7 +103,7 @@ def skippable(stash: Sequence[str] = (), pop: Sequence[str] = ()) -> Callable[[K
 
     def decorate(kind: Kind) -> Kind:
         if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-            raise StagelineError(f"skippable decorates a subclass of nn.Module, got {shorten(kind)}")
+            raise StagelineError(f"skippable must decorate a subclass of nn.Module, got {shorten(kind)}")
         if not inspect.isgeneratorfunction(kind.forward):
             raise StagelineError(
                 f"{kind.__name__}.forward is not a generator; use `yield sl.stash(name, tensor)` and "
@@ -117,7 +117,7 @@ def skippable(stash: Sequence[str] = (), pop: Sequence[str] = ()) -> Callable[[K
 
 def _names(names: Sequence[str], what: str) -> tuple[str, ...]:
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise StagelineError(f"skippable takes {what}= as a list of names, got {shorten(names)}")
+        raise StagelineError(f"{what}= of skippable must be a list of names, got {shorten(names)}")
     if len(set(names)) != len(names):
         raise StagelineError(f"skippable's {what} names {shorten(list(names))} contain a duplicate")
     return tuple(names)
@@ -154,7 +154,7 @@ def _decorate(kind: Any, stashes: tuple[str, ...], pops: tuple[str, ...]) -> Non
 def isolate(layer: Any, namespace: str, only: Sequence[str] | None = None) -> Any:
     """Put a layer's skips, or `only` some, into a namespace that it shares with the layers it is paired with."""
     if not isinstance(namespace, str) or not namespace:
-        raise StagelineError(f"isolate takes a namespace, a string, got {shorten(namespace)}")
+        raise StagelineError(f"isolate expects a namespace (str), got {shorten(namespace)}")
     known = (*layer._skips_stashed, *layer._skips_popped)
     wrong = [name for name in only or () if name not in known]
     if wrong:

@@ -93,7 +93,7 @@ def _described(model: Any) -> tuple[nn.Module, Description[nn.Module] | None]:
     if isinstance(model, nn.Module):
         return model, None
     if not callable(model):
-        raise StagelineError(f"split takes a model, an nn.Module, got {shorten(model)}")
+        raise StagelineError(f"split expects a model (nn.Module), got {shorten(model)}")
     recipe = describe(lambda: cast(nn.Module, unwrapped(model())))
     return recipe.model, recipe
 
@@ -110,8 +110,8 @@ def _called_units(
             raise
         if by == "time" or isinstance(by, Profile):
             raise StagelineError(
-                f"{type(model).__name__} has no units that can be measured on their own, so it cannot be cut by time; "
-                "cut by='layers' or 'parameters', or pass an nn.Sequential"
+                f"{type(model).__name__} has no units that can be measured separately, so it cannot be cut by time; "
+                "use by='layers' or by='parameters', or pass an nn.Sequential"
             ) from None
         traced = trace(model, example)
         return traced.units(), traced, None, ()
@@ -213,7 +213,8 @@ def _spans_by_names(units: Sequence[Unit], stages: int, names: list[str]) -> Spa
         starts.insert(0, 0)
     if len(starts) != stages or starts != sorted(set(starts)):
         raise StagelineError(
-            f"by names {len(names)} units for {stages} stages: pass the first unit of each, in the order of the model"
+            f"by= has {len(names)} unit names for {stages} stages; pass the first unit of each stage, in the order "
+            "of the model"
         )
     starts[0] = 0
     return list(pairwise([*starts, len(units)]))
@@ -255,7 +256,9 @@ def _check_arguments(
     if layers_per_stage is not None:
         _check_counts(layers_per_stage)
         if by != "layers" and not (isinstance(by, str) and by.startswith("type:")):
-            raise StagelineError(f"layers_per_stage says where to cut, and so does by={shorten(by)}; pass one of them")
+            raise StagelineError(
+                f"layers_per_stage= and by={shorten(by)} both define where to cut; pass only one of them"
+            )
     used = [name for name, value in constraints._asdict().items() if value is not None and value != {}]
     if used and not (isinstance(by, Profile) or by in ("parameters", "time")):
         raise StagelineError(
@@ -264,8 +267,8 @@ def _check_arguments(
         )
     if by == "time" and example is None:
         raise StagelineError(
-            "by='time' measures the model, and needs a batch to run it on: example=batch, a tuple of the model's "
-            "arguments, a dict of its keywords, or its only argument; as large as one of your microbatches"
+            "by='time' measures the model and needs a batch to run it on; pass example=, a tuple of the model's "
+            "arguments, a dict of its keyword arguments, or its only argument, as large as one microbatch"
         )
     return stacks
 
@@ -375,5 +378,5 @@ class Staged:
             size = sum({id(unit.module): unit.size for unit in units}.values())
             lines.append(f"{stage:3}  {listed([unit.name for unit in units]):36} {size:8,} parameters")
         if self.around:
-            lines.append(f"every stage holds {listed(self.around)}, which belongs to no unit: it was not called")
+            lines.append(f"every stage holds {listed(self.around)}, which belongs to no unit because it was not called")
         return "\n".join(lines)

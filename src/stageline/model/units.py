@@ -49,8 +49,8 @@ def refuse_lazy(model: nn.Module, prefix: str = "") -> None:
     named = (("parameter", model.named_parameters()), ("buffer", model.named_buffers()))
     for what, name in ((what, name) for what, tensors in named for name, tensor in tensors if is_lazy(tensor)):
         raise StagelineError(
-            f"the {what} {prefix}{name} has no shape yet, as in all lazy modules before their first batch; run one "
-            "through the model (model(inputs)) on every process, and then create the Pipeline"
+            f"the {what} {prefix}{name} has no shape yet, because lazy modules get their shapes from the first "
+            "batch; call the model once (model(inputs)) on every process, and then create the Pipeline"
         )
 
 
@@ -96,7 +96,7 @@ def find_units(model: nn.Module, stacks: Sequence[str] = (), kind: str = "") -> 
                 f"{type(model).__name__} has no stack of blocks to cut: no ModuleList, Sequential or ModuleDict of "
                 f"similar modules, and {len(parts)} parts with parameters ({', '.join(parts) or 'none'}); pass an "
                 "nn.Sequential or a list of stages, name its blocks with by='type:ClassOfBlock', or pass example= to "
-                "have it traced: sl.Pipeline(model, …, example=inputs), with inputs as for step"
+                "trace the model: sl.Pipeline(model, …, example=inputs), with inputs as for step"
             )
         return [Unit(name, child, False) for name, child in named]
     frames = {name for block in blocks for name in _ancestors(block)}
@@ -314,8 +314,8 @@ def uncalled(model: nn.Module, defined: Sequence[Unit], called: Sequence[Unit], 
         size = sum(unit.size for unit in around)
         warnings.warn(
             f"{listed([unit.name for unit in around])} of {type(model).__name__}, {size:,} parameters, belongs to no "
-            "unit: the model does not call it with the example inputs of its library, and every stage runs it if a "
-            "batch has inputs for it; pass example=, a batch with all inputs, to make it units",
+            "unit, because the model does not call it with the example inputs of its library; every stage runs it "
+            "if a batch has inputs for it; pass example=, a batch with all inputs, to turn it into units",
             stacklevel=3,
         )
     return tuple(unit.name for unit in around)

@@ -58,8 +58,8 @@ class DeviceRequest:
         devices = whole("plan", "devices", devices)
         if lists["bandwidth"] is None:
             raise StagelineError(
-                f"devices={devices} needs bandwidth=, the bytes per second between processes: without it, all "
-                "collectives would take no time, and the choice of the mesh would be arbitrary"
+                f"devices={devices} needs bandwidth=, the bytes per second between processes; without it, "
+                "collectives would take no time, and the choice of mesh would be arbitrary"
             )
         for name, value in lists.items():
             if isinstance(value, Sequence | np.ndarray) and not isinstance(value, str) and len(value) != devices:
@@ -72,10 +72,10 @@ class DeviceRequest:
             pipelines = mesh.get("dp_replicate", 1) * mesh.get("dp_shard", 1)
             uneven = [name for name, size in sizes.items() if isinstance(size, int) and size % pipelines]
             if uneven:
-                reasons[f"{uneven[0]}={sizes[uneven[0]]} cannot be shared equally among the pipelines"] += 1
+                reasons[f"{uneven[0]}={sizes[uneven[0]]} cannot be divided equally among the pipelines"] += 1
                 continue
             if mesh["pp"] > len(profiles.names):
-                reasons[f"pp is above the {len(profiles.names)} units of the model"] += 1
+                reasons[f"pp exceeds the {len(profiles.names)} units of the model"] += 1
                 continue
             request = request_for(mesh, mesh["pp"], pipelines)
             try:
@@ -86,7 +86,9 @@ class DeviceRequest:
             requests.append(request)
         listed = "; ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
         if not requests:
-            raise StagelineError(f"no mesh of {devices} devices is possible: {listed}; use another number of devices")
+            raise StagelineError(
+                f"no mesh of {devices} devices is possible: {listed}; use a different number of devices"
+            )
         notes = [note, f"meshes that are not possible: {listed}" if listed else ""]
         return cls(tuple(requests), tuple(text for text in notes if text))
 
@@ -120,7 +122,7 @@ def tensor_parallel_degrees(devices: int, tp: Any, model: nn.Module | None) -> t
         wrong = [size for size in degrees if type(size) is not int or size < 1 or devices % size]
         if wrong or not degrees:
             raise StagelineError(
-                f"tp must be sizes of tensor parallel that divide the {devices} devices, got {shorten(tp)}"
+                f"tp must be a list of tensor-parallel sizes that divide {devices} devices, got {shorten(tp)}"
             )
         return degrees, ""
     if model is None:

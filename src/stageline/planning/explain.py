@@ -42,7 +42,7 @@ def describe_memory(memory: RankMemory) -> str:
 def describe_gap(plan: Plan) -> str:
     """Return how far the step can be from the best order of the cut, as far as the measured times allow to say."""
     if plan.is_noisy:
-        return f"the measured times are noisy, so the step may be off by {plan.uncertainty:.0%}"
+        return f"the measured times are noisy, so the step time may be off by {plan.uncertainty:.0%}"
     return f"the step is at most {plan.gap:.1%} above the best order" if plan.gap else "no order of this cut is faster"
 
 
@@ -163,11 +163,11 @@ def why_not_mesh(other: MeshAlternative, plan: Plan) -> str:
         return f"does not fit: {format_size(max(0.0, other.memory - cap))} too much on rank {other.rank}"
     longer = other.seconds / plan.step_seconds - 1 if plan.step_seconds > 0 else 0.0
     if not other.simulated:
-        return f"at least {longer:.1%} longer" if longer > 0 else "not tried: the time was up"
+        return f"at least {longer:.1%} longer" if longer > 0 else "not tried: the time limit was reached"
     if longer < SAME_TIME:
         peak = max(rank.total for rank in plan.memory)
         return "as fast, more memory" if other.memory > peak else "as fast"
-    return f"{longer:.1%} longer" if other.complete else f"{longer:.1%} longer; not all was tried"
+    return f"{longer:.1%} longer" if other.complete else f"{longer:.1%} longer; search incomplete"
 
 
 def why_not(alternative: Alternative, plan: Plan, peak: float) -> str:
@@ -199,7 +199,7 @@ def nothing_fits(search: PlanSearch, progress: Callable[[str], None], devices: b
         )
     if request.caps is None:
         return StagelineError(
-            f"{closest.name} does not add gradients up in the order of the microbatches, so their bits would depend on "
+            f"{closest.name} does not sum gradients in the order of the microbatches, so their bits would depend on "
             "the schedule; try schedule='auto'"
         )
     excess = [rank.total - cap for rank, cap in zip(closest.memory, request.caps, strict=True)]
@@ -219,7 +219,8 @@ def nothing_fits(search: PlanSearch, progress: Callable[[str], None], devices: b
         shown = {name: round_up_size(value) if name == "memory" else value for name, value in change.items()}
         words = ", ".join(f"{name}={value!r}" for name, value in shown.items())
         suggestions.append(words if "memory" in change else f"{words} needs {format_size(trial.peak)} ({trial.name})")
-    advice = f"what would fit: {'; '.join(suggestions)}" if changes else "use a smaller model or a leaner optimizer"
+    smaller = "use a smaller model, or an optimizer that needs less memory"
+    advice = f"this would fit: {'; '.join(suggestions)}" if changes else smaller
     return NothingFits(f"{message}; {advice}", rank=worst, needs=needed, changes=changes)
 
 

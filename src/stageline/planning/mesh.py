@@ -43,15 +43,15 @@ def check_one_size(ranks: Any, mesh: Any, devices: Any) -> None:
 
     >>> check_one_size(4, {"pp": 4, "tp": 2}, None)
     Traceback (most recent call last):
-    stageline.StagelineError: plan takes one of ranks=, mesh= and devices=, got ranks and mesh; ...
+    stageline.StagelineError: plan needs exactly one of ranks=, mesh= and devices=, got ranks and mesh; ...
     """
     sizes = {"ranks": ranks, "mesh": mesh, "devices": devices}
     names = [name for name, value in sizes.items() if value is not None]
     if len(names) != 1:
         raise StagelineError(
-            f"plan takes one of ranks=, mesh= and devices=, got {' and '.join(names) or 'none of them'}; pass the "
-            "number of pipeline ranks, the sizes of a mesh such as {'pp': 4, 'tp': 2}, or the number of processes, to "
-            "choose the mesh"
+            f"plan needs exactly one of ranks=, mesh= and devices=, got {' and '.join(names) or 'none of them'}; pass "
+            "the number of pipeline ranks, the sizes of a mesh such as {'pp': 4, 'tp': 2}, or the number of processes, "
+            "for which the mesh is chosen"
         )
 
 
@@ -70,13 +70,13 @@ def read_mesh(mesh: Any, ranks: Any) -> tuple[dict[str, int], int]:
         if known not in DIMENSIONS:
             hint = "" if name in ("cp", "ep") else nearest(str(name), [*DIMENSIONS, *ALIASES])
             raise StagelineError(
-                f"the mesh has a dimension {shorten(name)}{hint}; a plan counts pp, dp_replicate (or dp), dp_shard and "
-                "tp"
+                f"the mesh has an unknown dimension {shorten(name)}{hint}; a plan supports pp, dp_replicate (or dp), "
+                "dp_shard and tp"
             )
         if known in degrees:
-            raise StagelineError("the mesh has the dimensions dp and dp_replicate, which are the same; keep one")
+            raise StagelineError("the mesh has both dp and dp_replicate, which mean the same; keep one")
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise StagelineError(f"dimension {name} of the mesh must be a whole number from 1, got {shorten(size)}")
+            raise StagelineError(f"dimension {name} of the mesh must be an integer >= 1, got {shorten(size)}")
         degrees[known] = size
     pipeline_ranks = whole("plan", "the mesh's pp", degrees.get("pp", 1))
     if ranks is not None and whole("plan", "ranks", ranks) != pipeline_ranks:
@@ -91,7 +91,7 @@ def _sizes_of(mesh: Any) -> dict[Any, Any]:
     names = getattr(mesh, "mesh_dim_names", None)
     if names is None:
         raise StagelineError(
-            f"mesh= maps dimensions to their sizes, such as {{'pp': 4, 'dp_shard': 2}}, or is a DeviceMesh with "
+            f"mesh= must map dimensions to sizes, such as {{'pp': 4, 'dp_shard': 2}}, or be a DeviceMesh with "
             f"mesh_dim_names; got {shorten(mesh)}"
         )
     sizes = zip(names, mesh.shape, strict=True)
@@ -203,7 +203,7 @@ def _by_dimension(name: str, value: PerLink, mesh: Mapping[str, int], ranks: int
             known = ALIASES.get(key, key)
             if known not in DIMENSIONS or known in values:
                 raise StagelineError(
-                    f"{name} names each dimension of the mesh once ({', '.join(DIMENSIONS)}), got {shorten(key)}"
+                    f"{name} must name each dimension of the mesh once ({', '.join(DIMENSIONS)}), got {shorten(key)}"
                     f"{nearest(str(key), DIMENSIONS)}"
                 )
             values[known] = _numbers(name, part)
@@ -219,8 +219,8 @@ def _by_dimension(name: str, value: PerLink, mesh: Mapping[str, int], ranks: int
     if len(matrix) != ranks:
         processes = f", or one for each of the {prod(mesh.values())} processes of the mesh" if len(mesh) > 1 else ""
         raise StagelineError(
-            f"{name} has {len(matrix)} rows and columns; pass one number, or a square of one row for each of the "
-            f"{ranks} pipeline ranks{processes}"
+            f"{name} has {len(matrix)} rows and columns; pass one number, or a square matrix with one row for each "
+            f"of the {ranks} pipeline ranks{processes}"
         )
     return {"pp": matrix.tolist()}
 

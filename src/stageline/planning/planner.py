@@ -34,7 +34,7 @@ from stageline.timeline.costs import Share, SharedLink
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-CUT_SHORT = "the time limit ended the search before everything was tried"
+CUT_SHORT = "the search reached its time limit before everything was tried"
 
 
 def plan(
@@ -125,14 +125,16 @@ def plan(
     (True, 16)
     >>> sl.plan(ranks=4, batch=8)
     Traceback (most recent call last):
-    stageline.StagelineError: plan needs a model and an example, one microbatch to run it on, or profile=
+    stageline.StagelineError: plan needs a model and example=, one microbatch to run it on, or profile=
     """
     options = PlanOptions(**locals())  # all arguments by their names
     profiles = options.read_profiles()
     if devices is not None:
         return _plan_devices(options, profiles)
     if tp is not None:
-        raise StagelineError("tp= is for devices=, which chooses the mesh; state the size in mesh=, as in {'tp': 2}")
+        raise StagelineError(
+            "tp= works only with devices=, which chooses the mesh; give the size in mesh=, as in {'tp': 2}"
+        )
     counts = arguments.read_ranks(ranks, cores, profiles)
     limit = options.time_limit / len(counts)
     requests = [replace(options.request(profiles, *read_mesh(mesh, count)), time_limit=limit) for count in counts]
@@ -207,9 +209,9 @@ class PlanOptions:
         profile, several = self.profile, self.batch is not None
         if profile is None:
             if self.model is None or self.example is None:
-                raise StagelineError("plan needs a model and an example, one microbatch to run it on, or profile=")
+                raise StagelineError("plan needs a model and example=, one microbatch to run it on, or profile=")
             if not isinstance(self.model, nn.Module):
-                raise StagelineError(f"plan takes a model, an nn.Module, got {shorten(self.model)}")
+                raise StagelineError(f"plan expects a model (nn.Module), got {shorten(self.model)}")
             ranks = read_mesh(self.mesh, self.ranks)[1] if isinstance(self.ranks, int) else 1
             neighbours = arguments.read_neighbours(self.cores, ranks, self.model) if self.repeats >= FEW else 0
             return measure_sizes(
@@ -221,8 +223,8 @@ class PlanOptions:
             return SizedProfiles.of(profile)
         if several and self.samples is None:
             raise StagelineError(
-                "batch= requires the costs of microbatch sizes other than the profile's: pass samples=, the number of "
-                "samples it was measured with, or microbatches= instead of batch="
+                "batch= needs the costs of other microbatch sizes than the profile's: pass samples=, the number of "
+                "samples in the profiled microbatch, or pass microbatches= instead of batch="
             )
         return SizedProfiles.of({1 if self.samples is None else whole("plan", "samples", self.samples): profile})
 
@@ -323,7 +325,7 @@ def _plan_devices(options: PlanOptions, profiles: SizedProfiles) -> Plan:
     from stageline.planning.devices import DeviceRequest, MeshSearch
 
     if options.cores is not None or options.links:
-        raise StagelineError("devices= plans for processes that share nothing; leave cores= and links= out")
+        raise StagelineError("devices= plans for processes that share no resources; leave out cores= and links=")
     sizes = {"batch": options.batch, "microbatches": options.microbatches}
     lists = {name: getattr(options, name) for name in ("bandwidth", "transfer", "speed", "memory")}
     devices = DeviceRequest.read(

@@ -37,10 +37,12 @@ class SizedProfiles:
     def of(cls, profiles: Mapping[int, Profile]) -> SizedProfiles:
         """Sort profiles, and check that they are of one model."""
         if not profiles:
-            raise StagelineError("there is no profile; pass one or more, by the number of samples of their microbatch")
+            raise StagelineError("got no profiles; pass at least one, keyed by the number of samples in its microbatch")
         for samples, profile in sorted(profiles.items()):
             if not isinstance(samples, int) or isinstance(samples, bool) or samples < 1:
-                raise StagelineError(f"a profile needs microbatches of 1 or more samples, got {shorten(samples)}")
+                raise StagelineError(
+                    f"the number of samples of a profile must be an integer >= 1, got {shorten(samples)}"
+                )
             if not isinstance(profile, Profile):
                 raise StagelineError(f"expected a Profile from sl.profile or sl.read_profile, got {shorten(profile)}")
         names = [[layer.name for layer in profile.layers] for profile in profiles.values()]

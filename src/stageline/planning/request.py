@@ -75,7 +75,8 @@ def read_splits(
     if batch is None:
         if microbatches is None:
             raise StagelineError(
-                "plan needs microbatches=, the number in a step, or batch=, the number of samples, to choose it"
+                "plan needs microbatches=, the number per step, or batch=, the samples per step, for which it "
+                "chooses that number"
             )
         return ((whole("plan", "microbatches", microbatches) // pipelines, max(profiles.profiles)),)
     batch = whole("plan", "batch", batch) // pipelines
@@ -85,7 +86,7 @@ def read_splits(
     count = whole("plan", "microbatches", microbatches) // pipelines
     if batch % count:
         near = sorted(divisors, key=lambda divisor: abs(divisor - count))
-        raise StagelineError(f"microbatches={count} does not divide batch={batch}; the nearest that do are {near[:2]}")
+        raise StagelineError(f"microbatches={count} does not divide batch={batch}; the nearest divisors are {near[:2]}")
     return ((count, batch // count),)
 
 
@@ -130,7 +131,7 @@ def read_ranks(ranks: Any, cores: Any, profiles: SizedProfiles) -> list[Any]:
         return [ranks]
     if not isinstance(cores, int | float):
         raise StagelineError(
-            "ranks='auto' chooses how many ranks share the cores of a machine: pass cores=, their number"
+            "ranks='auto' chooses how many ranks share the cores of a machine; pass the number of cores as cores="
         )
     return list(range(1, max(1, min(int(cores // profiles.largest.threads), len(profiles.names))) + 1))
 
@@ -203,7 +204,7 @@ def read_families(value: Any) -> tuple[str, ...] | None:
         if name != SYNTHESIZED:
             family_names.append(find_family(name).name)
             if not _trains(family_names[-1]):
-                raise StagelineError(f"schedule={name!r} is for inference; use one that trains, or 'auto'")
+                raise StagelineError(f"schedule={name!r} is for inference only; use one that trains, or 'auto'")
     return tuple(family_names)
 
 
@@ -242,16 +243,15 @@ def check_sizes(request: PlanRequest) -> None:
     """Refuse a request that no cut satisfies, or that cannot be simulated."""
     if (request.shares or request.time.network.links.shared) and request.time.reduces:
         raise StagelineError(
-            "gathers and reductions of a mesh cannot be simulated with cores= or links= that ranks share; leave these "
-            "out, or leave bandwidth= and transfer= out"
+            "gathers and reductions of a mesh cannot be simulated with shared cores= or links=; leave out these, or "
+            "leave out bandwidth= and transfer="
         )
     units = len(request.profiles.names)
     stages = request.ranks * (request.chunks or 1)
     if stages > units:
         raise StagelineError(
-            f"the model has {units} units, but {request.ranks} ranks need at least {stages} stages; "
-            f"use fewer ranks{' or chunks' if request.chunks else ''}, {max(1, units // (request.chunks or 1))} ranks "
-            "at most"
+            f"the model has {units} units, but {request.ranks} ranks need at least {stages} stages; use fewer "
+            f"ranks{' or chunks' if request.chunks else ''}, at most {max(1, units // (request.chunks or 1))} ranks"
         )
     if request.counts is not None and (sum(request.counts) != units or min(request.counts, default=0) < 1):
         raise StagelineError(
@@ -267,7 +267,7 @@ def check_sizes(request: PlanRequest) -> None:
             "chunks, or another schedule"
         )
     if not schedule.training:
-        raise StagelineError(f"{schedule.name} is for inference; pass a schedule that trains")
+        raise StagelineError(f"{schedule.name} is for inference only; pass a schedule that trains")
     if (schedule.ranks, schedule.microbatches) != (request.ranks, microbatches):
         raise StagelineError(
             f"the schedule has {schedule.ranks} ranks and {schedule.microbatches} microbatches, but the plan is for "

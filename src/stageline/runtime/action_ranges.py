@@ -49,8 +49,8 @@ def warn_about_threads() -> None:
     """Warn if torch's profiler records the calling thread alone, while ranks run on threads of their own."""
     if profiler_is_on() and profiles_this_thread():
         warnings.warn(
-            "torch's profiler records only the thread that starts it, and the ranks of this pipeline are threads: to "
-            "see them, pass experimental_config=torch.profiler._ExperimentalConfig(profile_all_threads=True) to "
+            "torch's profiler records only the thread that starts it, but the ranks of this pipeline are threads; to "
+            "record them, pass experimental_config=torch.profiler._ExperimentalConfig(profile_all_threads=True) to "
             "torch.profiler.profile, or start one process per rank",
             stacklevel=2,
         )

@@ -119,7 +119,7 @@ class Report:
 _MEANING = {
     "equal": "every bit is the same",
     "reordered": "the same sums in another order; they differ only by rounding",
-    "different": "the pipeline does not compute what the model computes in one process",
+    "different": "the pipeline computes something else than the model in one process",
 }
 
 
@@ -155,7 +155,7 @@ def check(
     """
     model = unwrapped(model)
     if not isinstance(model, nn.Module):
-        raise StagelineError(f"check takes a model, an nn.Module, got {shorten(model)}")
+        raise StagelineError(f"check expects a model (nn.Module), got {shorten(model)}")
     if ranks is None and options.get("mesh") is not None:
         ranks = ranks_of(options["mesh"])
     check_positive("ranks", ranks)
@@ -172,7 +172,9 @@ def check(
         piped, loss_fn=loss, schedule=schedule, ranks=ranks, microbatches=parts, example=example, seed=0, **options
     )
     if pipe.options.shard_optimizer:
-        raise StagelineError("check compares all gradients, and shard_optimizer=True leaves some; leave it out")
+        raise StagelineError(
+            "check compares all gradients, but shard_optimizer=True keeps only some of them; leave it out"
+        )
     shares, specs = pipe.replicas, pipe.options.chunk_specs
     own_inputs, own_targets = _share((inputs, targets), samples, pipe)
     if pipe.runner.stages.awaits_batch:
@@ -207,7 +209,7 @@ def _share(batch: tuple[Any, Any], samples: int, pipe: Pipeline) -> tuple[Any, A
         return batch
     if samples < shares:
         raise StagelineError(
-            f"check divides the batch among {shares} replicas, but it has only {samples} samples; pass more"
+            f"check divides the batch among {shares} replicas, but the batch has only {samples} samples; pass more"
         )
     inputs, targets = input_parts(batch[0], shares, shares, specs), target_parts(batch[1], shares, shares, specs)
     return inputs[pipe.replica], targets[pipe.replica]

@@ -197,7 +197,7 @@ class ActionGraphs:
         if captured is not None:
             if [_form(grad) for grad in tensors] != [_form(own) for own in captured.inputs]:
                 raise StagelineError(
-                    f"stage {stage.index} got gradients of another structure or shape than when its actions were "
+                    f"stage {stage.index} got gradients whose structure or shape differs from when its actions were "
                     "captured; pass cuda_graphs=False"
                 )
             return captured.run(tensors)  # type: ignore[no-any-return]

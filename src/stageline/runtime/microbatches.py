@@ -108,8 +108,8 @@ class BatchIntake:
             raise StagelineError("the inputs are None; the first stage needs them")
         if alone and valid.samples is None:
             raise StagelineError(
-                "the chunk specs give all of the batch to every microbatch, so there is nothing to cut into "
-                f"{self.parts} microbatches; let them cut at least one tensor"
+                f"the chunk specs pass the whole batch to every microbatch, so nothing can be cut into {self.parts} "
+                "microbatches; cut at least one tensor"
             )
         settings = [float(batch.scale), float(batch.count or 0), 2.0 if self._stages.model.training else 1.0]
         return BatchRow(valid.samples, np.concatenate([valid.row, settings]), valid.digests)
@@ -259,13 +259,14 @@ def _sizes(part: Any, spec: Any, what: str, option: str, needed: bool = False) -
         return [(int(part.shape[0]), what)]
     if any(map(is_sharded, pytree.tree_leaves(part, is_leaf=is_mask))):
         raise StagelineError(
-            f"{what} hold a DTensor; pass plain tensors: the samples of this data coordinate, the same on processes "
-            "that differ only in pp or tp"
+            f"{what} contain a DTensor; pass plain tensors with the samples of this data coordinate, which are the "
+            "same on processes that differ only in pp or tp"
         )
     sizes = cut_of(part, spec, what, option).sizes()
     if not sizes and needed:
         raise StagelineError(
-            f"{what} must have tensors with one common first dimension, the samples; found no tensor with a first "
+            f"{what} must contain tensors with the same first dimension, the number of samples; "
+            "found no tensor with a first "
             f"dimension in {shorten(part)}"
         )
     return sizes
@@ -382,7 +383,7 @@ def weights(
             raise StagelineError(f"loss_reduction='count' needs count=, a number of targets above 0, got {count!r}")
         return [1.0 / count] * filled
     if count is not None:
-        raise StagelineError(f"count={count!r} is for loss_reduction='count'; this is {reduction!r}")
+        raise StagelineError(f"count={count!r} requires loss_reduction='count', but this pipeline has {reduction!r}")
     if reduction == "sum":
         return [1.0] * filled
     return [(samples // parts + (part < samples % parts)) / (total or samples) for part in range(filled)]

@@ -46,7 +46,7 @@ def _norms_of_shards(own: Mapping[str, Tensor], gradients: Mapping[str, Any], no
     norms: dict[str, Tensor] = {}
     for (mesh, cut, _), names in alike.items():
         if cut and not norm_type > 0:
-            raise StagelineError(f"the norm of sharded gradients needs a norm_type above 0, got {norm_type}")
+            raise StagelineError(f"clipping sharded gradients requires norm_type > 0, got {norm_type}")
         largest = math.isinf(norm_type)
         values = torch.stack([own[name] if largest else own[name] ** norm_type for name in names])
         for dimension in cut:

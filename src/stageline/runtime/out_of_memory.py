@@ -76,7 +76,7 @@ class MemoryContext:
         frugal = frugal_schedule(self.schedule) if training else None
         if frugal is not None:
             name, share = frugal
-            yield f"schedule='{name}', which holds {share:.0%} of what {self.schedule.name} holds"
+            yield f"schedule='{name}', which needs {share:.0%} of the memory of {self.schedule.name}"
         microbatches = self.schedule.microbatches
         if samples >= 2 * microbatches:
             yield f"microbatches={2 * microbatches} instead of {microbatches}, of half the size"
@@ -113,7 +113,7 @@ def out_of_memory(context: MemoryContext, doing: object, error: BaseException, r
     allocated, allocated_text = context.allocated_bytes()
     advice = "; ".join(context.advice(request.samples, request.training))
     parts = [_first_sentence(str(error)), allocated_text, planned_text, context.in_flight()]
-    parts.append(f"what helps: {advice}" if advice else "use smaller microbatches, or more ranks")
+    parts.append(f"to reduce memory: {advice}" if advice else "use smaller microbatches, or more ranks")
     action, stage, microbatch = doing if isinstance(doing, tuple) and len(doing) == 3 else (None, None, None)
     return OutOfMemory(
         "; ".join(part for part in parts if part),

@@ -50,7 +50,7 @@ def terms_of(
             if parameter.requires_grad and not value.requires_grad:
                 raise StagelineError(
                     f"penalty returned a value without a graph for {name}, which is trained, so it would change the "
-                    "loss and no gradient; compute it from the parameter, without detach() or .data"
+                    "loss but no gradient; compute it from the parameter, without detach() or .data"
                 )
             strange = [leaf for leaf in leaves_below(value) if leaf is not parameter]
             if strange:

@@ -138,8 +138,8 @@ class OneProcess:
             return total, model, "a plain loop of one process"
         if several_processes(60.0):
             raise StagelineError(
-                "the model draws random numbers, and a plain loop draws others than a pipeline of processes; check it "
-                "in eval() mode, or without torchrun"
+                "the model draws random numbers, and a plain loop draws different ones than a pipeline of processes; "
+                "check the model in eval() mode, or without torchrun"
             )
         self._draws, model = True, copy.deepcopy(self._model)
         return self._one_rank(model, loss_fn), model, "one rank: the model draws random numbers"

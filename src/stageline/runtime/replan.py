@@ -147,7 +147,7 @@ class Watch:
             known = None if self._knows_halves or splits(schedule) else False
             better = reorder(schedule, self.drift.costs, memory=self._room, split=known, time_limit=TIME_LIMIT)
             if better is None:
-                logger.warning("%s", f"after step {step}, {self.drift}; no order found is much better")
+                logger.warning("%s", f"after step {step}, {self.drift}; no much better order was found")
                 return None
             lines = "".join(schedule_lines(better.schedule))
             return {"schedule": lines, "before": better.before, "after": better.after}
@@ -182,7 +182,9 @@ class StepWatch:
                 first, *others = stragglers
                 more = f" (and {len(others)} more)" if others else ""
                 where = f"replica {host.replica}, " if host.layout.replicas > 1 else ""
-                logger.warning("%s", f"after step {step}, {where}{first}{more}; stragglers=False is silent")
+                logger.warning(
+                    "%s", f"after step {step}, {where}{first}{more}; pass stragglers=False to turn this warning off"
+                )
         self.lengths.clear()
 
     def compare(

@@ -105,8 +105,8 @@ class Replicas:
         for name, parameter in named:
             if "dp_replicate" not in self._summed_over(parameter):
                 raise StagelineError(
-                    f"shard_optimizer=True, and FSDP2 itself reduces the gradient of {name} over dp_replicate, so that "
-                    "every replica has it; pass fully_shard the mesh of dp_shard alone, or leave shard_optimizer out"
+                    f"shard_optimizer=True, but FSDP2 already reduces the gradient of {name} over dp_replicate; pass "
+                    "fully_shard only the dp_shard mesh, or leave out shard_optimizer"
                 )
         group = self._group_of(frozenset(["dp_replicate"]))
         return OptimizerShards(named, group, replicas, self._bucket_mb)
@@ -212,7 +212,7 @@ class Replicas:
                 raise PipelineError(
                     f"{names[0]} and {names[1]} ran different blocks of their stage, or in a different order, and "
                     'reshard_after_forward="always" gathers every block when it runs, so they gathered wrong values; '
-                    'use "default", or apply fully_shard to modules that run for all samples; no parameter was changed'
+                    'no parameter was changed; use "default", or apply fully_shard to modules that run for all samples'
                 )
 
     def _sizes(self, before: BufferCopies) -> Iterator[tuple[tuple[nn.Module, str], float]]:
@@ -242,7 +242,7 @@ class Replicas:
             if (changed[:, number] > 0).any():
                 if len(set(np.abs(changed[:, number]).tolist())) > 1:
                     raise PipelineError(
-                        f"the buffer {name} has different sizes in the replicas, so they cannot be made equal"
+                        f"the buffer {name} has different sizes in the replicas, so it cannot be synchronized"
                     )
                 buffer = buffer_named(owner, name)
                 dimensions = frozenset[str]() if buffer is None else self._summed_over(buffer)

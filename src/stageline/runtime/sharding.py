@@ -126,7 +126,7 @@ def refuse_apart(host: RankHost, mesh: DeviceMesh | None, parts: Iterable[nn.Mod
                 raise PipelineError(
                     f"{when} at different collectives of their layers "
                     f"({layout.name(first)} has started {counts[0]}, and {layout.name(process)} {counts[1]}), so the "
-                    "next ones would mix them up: start the job again, from its last checkpoint"
+                    "next collectives would not match; restart the job from its last checkpoint"
                 )
 
 
@@ -144,9 +144,9 @@ def refuse_other_actions(
         by_count[count] = [str(action) for action in own if action.kind != "RESHARD"]
     if any(actions != by_count[count] for actions in by_count.values()):
         raise StagelineError(
-            f"some processes have {min(samples)} samples, which are less than the {microbatches} microbatches, and "
-            f"others have {max(samples)}: they would gather and reduce parameters in different orders; pass at least "
-            f'{microbatches} samples to each, or as many to all, or use reshard_after_forward="default"'
+            f"some processes have {min(samples)} samples, fewer than the {microbatches} microbatches, and others "
+            f"have {max(samples)}, so they would gather and reduce parameters in different orders; pass at least "
+            f'{microbatches} samples to each process, the same number to all, or use reshard_after_forward="default"'
         )
 
 
@@ -170,7 +170,8 @@ def lower(schedule: Schedule, stages: Collection[int], reshard_after_forward: Re
         return lower_sharding(schedule, stages, reshard_after_forward=reshard_after_forward)
     if set(schedule.sharding.stages) != set(stages):
         raise StagelineError(
-            f"the schedule {schedule.name} has shard actions for the stages {list(schedule.sharding.stages)}, and "
-            f"{sorted(stages)} are sharded; leave them out, or use schedules.sharding.lower_sharding for these stages"
+            f"the schedule {schedule.name} has shard actions for stages {list(schedule.sharding.stages)}, but stages "
+            f"{sorted(stages)} are sharded; leave out the shard actions, or use schedules.sharding.lower_sharding "
+            "for these stages"
         )
     return schedule

@@ -84,7 +84,8 @@ class Placed:
                 raise StagelineError(
                     f"the parameter {name_of(parameter)} has a hook and is used by {users} whose gradients are summed "
                     "at the end of a step, so the hook would see partial gradients; remove the hook and change the "
-                    "gradient after the step, or use a cut and a schedule with one use of the parameter"
+                    "gradient after the step, or choose a split and a schedule in which only one stage uses the "
+                    "parameter"
                 )
 
     @property
@@ -140,8 +141,9 @@ def refuse_wrapper(part: nn.Sequential) -> None:
     name = wrapper_in(part) or ("parallelize" if any(map(is_sharded, part.parameters())) else "")
     if name:
         raise StagelineError(
-            f"{name} is applied to a stage with {', '.join(key for key, _ in part.named_children())}, whose parameters "
-            "other stages or ranks also use, so the stage must be copied, and the wrapper cannot be; use a schedule "
+            f"{name} is applied to a stage with {', '.join(key for key, _ in part.named_children())}, whose "
+            "parameters other stages or ranks also use, so the stage must be copied, but the wrapper cannot be "
+            "copied; use a schedule "
             "with one direction (1f1b), untie the weights, or pass replicas= to the pipeline instead"
         )
 

@@ -256,8 +256,8 @@ class Stage:
         except RuntimeError as error:
             if "leaf Variable" in str(error) and "in-place" in str(error):
                 raise StagelineError(
-                    f"stage {self.index} changes its input in place in microbatch {microbatch}, but did not when it "
-                    "first got such an input; change it every time, or work on a copy (x = x.clone())"
+                    f"stage {self.index} changes its input in place in microbatch {microbatch}, but did not do so "
+                    "when it first got such an input; change it every time, or use a copy (x = x.clone())"
                 ) from error
             raise
 
@@ -477,8 +477,8 @@ class Stage:
         the buffers."""
         if kept.versions != [version_of(leaf) for leaf in kept.inputs if isinstance(leaf, Tensor)]:
             raise StagelineError(
-                f"stage {self.index} changed its input in place, so its forward cannot be recomputed; work on a copy "
-                "(x = x.clone()), or use another recompute="
+                f"stage {self.index} changed its input in place, so its forward cannot be recomputed; use a copy (x "
+                "= x.clone()), or a different recompute="
             )
         self._dropping.release()
         # New leaves: hooks that the first run put on its inputs must not be called beside those of this run.
@@ -522,13 +522,14 @@ class Stage:
         grads = grads or []
         if len(outputs) != len(grads):
             raise TransportError(
-                f"stage {self.index} passed on {len(outputs)} tensors and got gradients for {len(grads)}"
+                f"stage {self.index} returned {len(outputs)} tensors but got gradients for {len(grads)}"
             )
         if any(has_gradient_hooks(output) for output, by_hook in zip(outputs, changed, strict=False) if by_hook):
             raise StagelineError(
-                f"stage {self.index} has a hook on its output, and stage {self.index + 1} has one on the same tensor, "
-                "its input, that changes the gradient; in one process the first would run before the second, and "
-                "between two stages it cannot: register both in one stage, or one of them on a copy (x.view_as(x))"
+                f"stage {self.index} has a hook on its output, and stage {self.index + 1} has a hook on the same "
+                "tensor, its input, that changes the gradient; in one process the first would run before the "
+                "second, but between two stages it cannot; register both in one stage, or one of them on a copy "
+                "(x.view_as(x))"
             )
         roots: list[Tensor] = []
         root_grads: Gradients = []
@@ -536,8 +537,9 @@ class Stage:
             if output.requires_grad and grad is not None:
                 if output.shape != grad.shape or output.dtype != grad.dtype:
                     raise TransportError(
-                        f"stage {self.index} passed on a tensor of shape {tuple(output.shape)} and {output.dtype}, but "
-                        f"got a gradient of shape {tuple(grad.shape)} and {grad.dtype} for it"
+                        f"stage {self.index} returned a tensor of shape {tuple(output.shape)} and dtype "
+                        f"{output.dtype}, but got a gradient of shape {tuple(grad.shape)} and dtype {grad.dtype} for "
+                        "it"
                     )
                 roots.append(output)
                 root_grads.append(grad)

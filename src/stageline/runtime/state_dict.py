@@ -76,7 +76,8 @@ def _describe(own: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, dic
         else:
             return (
                 f"the state {name!r} is {shorten(value)}, which is neither a tensor nor a value that JSON preserves; "
-                "let get_extra_state() return a tensor, or dicts with string keys, lists, strings, numbers, bools, None"
+                "return a tensor from get_extra_state(), or dicts with string keys, lists, strings, numbers, bools "
+                "and None"
             )
     return entries
 

@@ -209,8 +209,8 @@ class StepRunner:
         """Refuse while continuous steps are running."""
         if self.in_run:
             raise StagelineError(
-                "a run of this pipeline is in progress, and its next step is being computed; finish it, or end it: "
-                "run.close(), or break out of its loop"
+                "a run of this pipeline is in progress and already computing its next step; finish it, or end it "
+                "with run.close() or by leaving its loop"
             )
 
     def refuse_to_train(self) -> None:
@@ -445,7 +445,8 @@ class StepRunner:
             if version_of(buffer) != before:
                 raise PipelineError(
                     f"the buffer {name} changed in training, and {self.schedule.name} runs every stage on two ranks "
-                    "that each see half of the microbatches; use a family with one direction, or evaluation mode for it"
+                    "that each see half of the microbatches; use a family with one direction, or set that module to "
+                    "eval()"
                 )
         if drawn:
             self.report_draws([executors])
@@ -456,9 +457,9 @@ class StepRunner:
             executor_set.check_random_layers()
         if not self.stages.compiled:  # the compiler sets the generator back and forth
             warnings.warn(
-                f"something drew from torch's own random numbers during step {self.steps}: a layer that did not draw "
-                "in its first microbatch, or one of your own threads; layers will be checked again in the next step, "
-                "or set draws_random_numbers = True on a module that draws",
+                f"torch's global random number generator was used during step {self.steps}, by a layer that did not "
+                "use it in its first microbatch or by one of your own threads; layers will be checked again in the "
+                "next step, or set draws_random_numbers = True on a module that draws random numbers",
                 stacklevel=3,
             )
 

@@ -265,8 +265,8 @@ def text_to_row(text: str) -> Floats:
     data = text.encode()
     if len(data) > TEXT * BYTES:
         raise StagelineError(
-            f"the metrics of a microbatch take {len(data)} bytes as JSON, but in a run there is room for only "
-            f"{TEXT * BYTES}; return fewer of them, or use pipe.step"
+            f"the metrics of a microbatch take {len(data)} bytes as JSON, but a run has room for only "
+            f"{TEXT * BYTES}; return fewer metrics, or use pipe.step"
         )
     row = np.zeros(TEXT)
     for place in range(0, len(data), BYTES):

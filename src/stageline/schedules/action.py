@@ -108,7 +108,7 @@ def parse_entry(text: str) -> Entry:
         stage, kind, microbatch = match.groups()
         if max(int(stage), int(microbatch)) > LARGEST_INDEX:
             raise ScheduleError(
-                f"{text} names a stage or microbatch above {LARGEST_INDEX}, the largest allowed",
+                f"{text} has a stage or microbatch index above the maximum, {LARGEST_INDEX}",
                 rule="format",
             )
         return Action(cast(Kind, kind), int(stage), int(microbatch))

@@ -195,7 +195,7 @@ def check_channels(schedule: Schedule) -> None:
     source, _ = schedule.where(int(channels.senders[at]))
     raise ScheduleError(
         f"rank {rank}, position {position}: takes the output of {later} before that of {earlier}, but rank "
-        f"{source} sends {earlier} first, and a channel delivers in order: early messages have to be parked",
+        f"{source} sends {earlier} first, and a channel delivers in order: early messages must be buffered",
         rule="channels",
         rank=rank,
         position=position,

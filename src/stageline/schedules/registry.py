@@ -136,7 +136,7 @@ def schedule(name: str | type, ranks: int, microbatches: int, **options: Any) ->
     if unknown:
         known = ", ".join(family.options) or "no options"
         raise ScheduleError(
-            f"{family.name} has no option {unknown[0]!r}{nearest(unknown[0], family.options)}; it takes {known}"
+            f"{family.name} has no option {unknown[0]!r}{nearest(unknown[0], family.options)}; it accepts {known}"
         )
     ranks, microbatches = whole(family.name, "ranks", ranks), whole(family.name, "microbatches", microbatches)
     values = _option_values(family, {key: value for key, value in options.items() if value is not None})
@@ -154,7 +154,7 @@ def _option_values(family: Family, options: dict[str, Any]) -> dict[str, Any]:
     values = dict(options)
     for key, default in family.options.items():
         if default is inspect.Parameter.empty and key not in values:
-            raise ScheduleError(f"{family.name} needs a value for its option {key!r}")
+            raise ScheduleError(f"{family.name} requires a value for its option {key!r}")
         if key in values and (default is None or (isinstance(default, int) and not isinstance(default, bool))):
             values[key] = whole(family.name, key, values[key])
         elif key in values and hasattr(values[key], "item"):

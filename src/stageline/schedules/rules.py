@@ -55,7 +55,7 @@ def check_known(schedule: Schedule) -> None:
     ):
         invalid = np.flatnonzero((column < 0) | (column >= count))
         if len(invalid):
-            problem = f"names a {what} that does not exist; there are {count}, counted from 0"
+            problem = f"refers to a {what} that does not exist; there are {count}, counted from 0"
             _fail(schedule, int(invalid[0]), "known", problem)
 
 
@@ -178,7 +178,7 @@ def _check_rank_sharding(schedule: Schedule, sharding: Sharding, rank: int) -> N
         if not done <= place <= part.stop - part.start:
             fail(index, "is out of order")
         if 0 < place < len(kind) and schedule.pair_starts[part.start + place - 1]:
-            fail(index, "stands inside an overlapped pair")
+            fail(index, "is inside an overlapped pair")
         run_until(place, done)
         done = place
         match int(sharding.kinds[index]):
@@ -186,7 +186,7 @@ def _check_rank_sharding(schedule: Schedule, sharding: Sharding, rank: int) -> N
                 if stage not in stage_of:
                     fail(index, f"gathers a stage that rank {rank} does not run")
                 if stage in gathered:
-                    fail(index, "gathers parameters that are gathered already")
+                    fail(index, "gathers parameters that are already gathered")
                 gathered[stage] = False
             case kinds.RESHARD:
                 if stage not in gathered:

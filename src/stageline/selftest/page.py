@@ -65,7 +65,7 @@ def _kill(row: Mapping[str, Any] | None) -> str:
     if row is None:
         return ""
     errors = [(rank, text or "was killed") for rank, text in enumerate(row["errors"])]
-    title = f"Planted kill of rank {row['killed']}: the others raised within {row['seconds']:.2f} s"
+    title = f"Kill test, rank {row['killed']}: the others raised within {row['seconds']:.2f} s"
     return _section(title, ("rank", "error"), errors)
 
 

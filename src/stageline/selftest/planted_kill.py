@@ -53,9 +53,9 @@ def plant_kill(gather: Any, deadline: float) -> PlantedKill:
     for number, row in enumerate(rows):
         if number == killed:
             if row["code"] != -signal.SIGKILL:
-                problems.append(f"planted kill: rank {killed} should have killed itself: {row['text'] or row['code']}")
+                problems.append(f"kill test: rank {killed} should have killed itself: {row['text'] or row['code']}")
         elif f"rank {killed} died" not in row["text"]:
-            problems.append(f"planted kill: rank {number} did not name rank {killed}: {row['text'] or 'no error'}")
+            problems.append(f"kill test: rank {number} did not report rank {killed}: {row['text'] or 'no error'}")
     moments = [row["moment"] for row in rows if row["moment"]]
     seconds = max(moments) - rows[killed]["moment"] if rows[killed]["moment"] and moments else 0.0
     return PlantedKill(killed, [row["text"] for row in rows], max(0.0, seconds), problems)

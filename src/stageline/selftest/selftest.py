@@ -85,7 +85,7 @@ def run_selftest(deadline: float = 30.0, families: Sequence[str] | None = None, 
     began, started = time.monotonic(), time.strftime("%Y-%m-%d %H:%M:%S %z")
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes < 2:
-        raise StagelineError(f"the self-test needs at least 2 ranks, and this job has {processes}")
+        raise StagelineError(f"the self-test needs at least 2 ranks, but this job has {processes}")
     host = find_host(processes, deadline)
     gather = _Gather(host, processes)
     ranks = [RankEnvironment(**row) for row in gather(asdict(describe_rank()))]

@@ -115,7 +115,7 @@ class Guard:
         host, origin = headers.get("host", ""), headers.get("origin")
         port = request.scope["server"][1]
         if host not in (f"127.0.0.1:{port}", f"localhost:{port}"):
-            return f"this studio answers at http://127.0.0.1:{port} only"
+            return f"this studio answers only at http://127.0.0.1:{port}"
         if origin is not None and origin != f"http://{host}":
             return "another page may not use this studio"
         token = request.path_params.get("token", "").encode()

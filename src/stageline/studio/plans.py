@@ -90,7 +90,7 @@ class Profiles:
     def find(self, name: str) -> Profile:
         """Return a profile that was dropped."""
         if name not in self._profiles:
-            raise StagelineError("this studio does not have the profile any more; drop it on the page again")
+            raise StagelineError("this studio no longer has the profile; drop it on the page again")
         return self._profiles[name]
 
     def evaluate(self, data: object) -> dict[str, Any]:
@@ -158,5 +158,5 @@ def _schedule(request: CutRequest) -> Schedule:
     panel = PanelRequest(request.family, request.options)
     schedule = schedule_of(ScheduleRequest(request.ranks, request.microbatches, (panel,)), panel, {})
     if not schedule.training:
-        raise StagelineError(f"{schedule.name} is for inference; choose a family that trains")
+        raise StagelineError(f"{schedule.name} is for inference only; choose a family that trains")
     return schedule

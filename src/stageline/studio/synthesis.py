@@ -124,7 +124,7 @@ class Searches:
     def find(self, name: str) -> BackgroundSearch:
         """Return a search by its name."""
         if name not in self._searches:
-            raise StagelineError(f"there is no synthesis {name!r} any more; press Synthesize to start another one")
+            raise StagelineError(f"synthesis {name!r} no longer exists; press Synthesize to start another one")
         return self._searches[name]
 
     @property

@@ -45,13 +45,13 @@ def starting_plan(problem: Problem, schedule: Schedule) -> ProgramPlan:
     if sizes != (problem.placement.table.tolist(), problem.microbatches) or not schedule.training:
         raise StagelineError(
             f"start has {schedule.ranks} ranks, {schedule.stages} stages and {schedule.microbatches} microbatches in "
-            f"another placement or size than the {problem.ranks} ranks, {problem.stages} stages and "
+            f"a different placement or size than the {problem.ranks} ranks, {problem.stages} stages and "
             f"{problem.microbatches} microbatches to synthesize; build it for the same ones"
         )
     if not _conforms(problem, schedule):
         raise StagelineError(
-            "start must be free of deadlocks, run the microbatches of every stage in order, and split its backwards as "
-            f"split={problem.split} says"
+            "start must be free of deadlocks, run the microbatches of every stage in order, and split its backwards "
+            f"as required by split={problem.split}"
         )
     timeline = simulate(schedule, problem.costs)
     if not problem.fits(timeline.peak_memory):

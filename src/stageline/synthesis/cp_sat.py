@@ -81,7 +81,7 @@ def solver() -> Any:
     try:
         from ortools.sat.python import cp_model
     except ModuleNotFoundError:
-        raise StagelineError("exact search needs ortools: pip install 'stageline[synthesis]'") from None
+        raise StagelineError("exact search needs ortools; run pip install 'stageline[synthesis]'") from None
     return cp_model
 
 

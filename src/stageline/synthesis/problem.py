@@ -201,8 +201,8 @@ def problem_of(
     )
     if 3 * ranks * microbatches * chunks > LARGEST_SCHEDULE:
         raise StagelineError(
-            f"the schedule would have {3 * ranks * microbatches * chunks} actions; the limit is {LARGEST_SCHEDULE}; "
-            "use fewer ranks, microbatches or chunks"
+            f"the schedule would have {3 * ranks * microbatches * chunks} actions, but the limit is "
+            f"{LARGEST_SCHEDULE}; use fewer ranks, microbatches or chunks"
         )
     if not isinstance(costs, Costs):
         raise CostError(f"expected sl.Costs, got {shorten(costs)}")

@@ -171,8 +171,8 @@ class Shared:
                 changed, same = (other, one) if unchanged[one] else (one, other)
                 raise StagelineError(
                     f"stage {stage} changes its input {changed} in place in microbatch {microbatch}, which shares "
-                    f"memory with its input {same}; in one process that changes both, between stages only one: work "
-                    "on a copy (x = x.clone()), or pass a copy of one of them to the stage"
+                    f"memory with its input {same}; in one process that changes both, but between stages only one; "
+                    "use a copy (x = x.clone()), or pass a copy of one of them to the stage"
                 )
 
     def joined(self) -> dict[int, int]:

@@ -48,15 +48,15 @@ def flatten(tree: Any, where: str) -> tuple[list[Leaf], str]:
     for leaf in leaves:
         if not _can_pass(leaf):
             raise StagelineError(
-                f"{where} passes on a {type(leaf).__name__}, {shorten(leaf)}; stages can pass tensors, numbers, "
-                f"strings and None, in tuples, lists, dicts, named tuples and dataclasses{why_not(leaf)}"
+                f"{where} passes on a {type(leaf).__name__}, {shorten(leaf)}; stages can pass on only tensors, "
+                f"numbers, strings and None, in tuples, lists, dicts, named tuples and dataclasses{why_not(leaf)}"
             )
     try:
         return leaves, _text_of(spec)
     except NotImplementedError as error:
         raise StagelineError(
-            f"{where} passes on a {type(tree).__name__} or something in it that cannot be sent to another process; "
-            "stages can pass tuples, lists, dicts, named tuples and dataclasses"
+            f"{where} passes on a {type(tree).__name__} or a value in it that cannot be sent to another process; "
+            "stages can pass on only tuples, lists, dicts, named tuples and dataclasses"
         ) from error
 
 
@@ -74,16 +74,16 @@ def _refuse_odd(tensor: Tensor, where: str) -> None:
     if (type(tensor) is not Tensor or tensor.is_nested) and odd_class(tensor):
         parts = "its values and offsets" if tensor.is_nested else "the plain tensors that it is made of"
         raise StagelineError(
-            f"{where} passes on a {odd_class(tensor)}, and stages can pass plain tensors; pass {parts}, and rebuild it "
-            "in the stage that needs it"
+            f"{where} passes on a {odd_class(tensor)}, but stages can pass on only plain tensors; pass {parts}, and "
+            "rebuild it in the stage that needs it"
         )
     if type(tensor) in (Tensor, nn.Parameter):
         return
     for name, value in tensor.__dict__.items():
         if any(leaf.requires_grad for leaf in tensors_of(pytree.tree_leaves(value))):
             raise StagelineError(
-                f"{where} passes on a {type(tensor).__name__} whose attribute {name} requires grad, and the gradient "
-                "of an attribute is not returned from another stage; pass the attribute as a separate tensor, or "
+                f"{where} passes on a {type(tensor).__name__} whose attribute {name} requires grad, but gradients of "
+                "attributes are not sent back between stages; pass the attribute as a separate tensor, or "
                 "detach it"
             )
 
@@ -93,12 +93,13 @@ def refuse_layout(tensor: Tensor, stage: int, microbatch: int, *, forward: bool)
     layout = str(tensor.layout).removeprefix("torch.")
     if forward:
         raise StagelineError(
-            f"stage {stage} passes on a sparse tensor, of layout {layout}, in microbatch {microbatch}, and stages can "
-            "pass dense ones; pass x.to_dense(), or its indices and values, and rebuild it in the stage that needs it"
+            f"stage {stage} passes on a sparse tensor, of layout {layout}, in microbatch {microbatch}, but stages "
+            "can pass on only dense tensors; pass x.to_dense(), or its indices and values, and "
+            "rebuild it in the stage that needs it"
         )
     raise StagelineError(
-        f"the gradient of an input of stage {stage} is sparse, of layout {layout}, in microbatch {microbatch}, and "
-        "stages can pass dense ones; use sparse=False where that input is looked up"
+        f"the gradient of an input of stage {stage} is sparse, of layout {layout}, in microbatch {microbatch}, but "
+        "stages can pass only dense tensors; use sparse=False for the embedding that looks up that input"
     )
 
 
@@ -148,12 +149,12 @@ def why_not(value: Any) -> str:
     fields = dataclasses.fields(value)
     computed = [field.name for field in fields if not field.init]
     if computed:
-        return f"; its field {computed[0]} is not an argument of its constructor: make it one"
+        return f"; its field {computed[0]} is not a constructor argument; make it one"
     known = {field.name for field in fields}
     every_field = type(value).__dataclass_fields__
     lost = [name for name, field in every_field.items() if name not in known and "ClassVar" not in str(field.type)]
     if lost:
-        return f"; its {lost[0]} is an InitVar, whose value it does not keep: make it a field"
+        return f"; its {lost[0]} is an InitVar, whose value is not kept; make it a field"
     return _changed_by_constructor(value, list(known)) if hasattr(value, "__post_init__") else ""
 
 
@@ -163,8 +164,8 @@ def _changed_by_constructor(value: Any, names: Sequence[str]) -> str:
         rebuilt = type(value)(**fields)
         changed = [name for name in names if not _same(getattr(rebuilt, name), fields[name])]
     except Exception as error:
-        return f"; its constructor refuses the values of its fields, {type(error).__name__}: {error}"
-    return f"; its __post_init__ changes {changed[0]} each time: keep the value as it is" if changed else ""
+        return f"; its constructor rejects the values of its fields, {type(error).__name__}: {error}"
+    return f"; its __post_init__ changes {changed[0]} each time; keep the value unchanged" if changed else ""
 
 
 def _same(one: Any, two: Any) -> bool:
@@ -211,7 +212,7 @@ def _spec_of(text: str) -> pytree.TreeSpec:
                     "all processes import, or pass on tuples, lists and dicts"
                 ) from error
             _learn_class(kind)
-    raise StagelineError(f"a stage passed on what cannot be read: {shorten(text)}")
+    raise StagelineError(f"a stage passed on a value that cannot be read: {shorten(text)}")
 
 
 def _class_named(name: str) -> type | None:
@@ -245,7 +246,8 @@ def refuse_arrays(tree: Any, what: str) -> None:
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, np.ndarray) and leaf.ndim:
             raise StagelineError(
-                f"{what} holds a numpy array of shape {leaf.shape}; a batch holds tensors: pass torch.from_numpy(array)"
+                f"{what} contains a numpy array of shape {leaf.shape}; a batch must contain tensors; pass "
+                "torch.from_numpy(array)"
             )
 
 
@@ -255,14 +257,14 @@ def batch_size(tree: Any, what: str) -> int:
     tensors = tensors_of(pytree.tree_leaves(tree))
     if any(tensor.is_nested for tensor in tensors):
         raise StagelineError(
-            f"{what} hold a nested tensor, which cannot be cut into microbatches; pass a padded tensor and a mask, or "
-            "build it in the first stage"
+            f"{what} contain a nested tensor, which cannot be cut into microbatches; pass a padded tensor and a mask, "
+            "or build it in the first stage"
         )
     sizes = {int(tensor.shape[0]) for tensor in tensors if tensor.dim() > 0}
     if len(sizes) != 1:
         dimensions = ", ".join(map(str, sorted(sizes))) or "no tensor with a first dimension"
         raise StagelineError(
-            f"{what} must have tensors with one common first dimension, the samples; found {dimensions}"
+            f"{what} must contain tensors with the same first dimension, the number of samples; found {dimensions}"
         )
     return sizes.pop()
 

@@ -104,8 +104,8 @@ def pieces_of(tensor: Tensor) -> list[Piece]:
     held = [sum(stop - start for start, stop in of_dimension) for of_dimension in runs]
     if is_sharded(tensor) and held != list(local(tensor).shape):
         raise StagelineError(
-            f"a tensor of shape {tuple(tensor.shape)} with placements {tensor.placements} has the part "
-            f"{tuple(local(tensor).shape)} here, and {tuple(held)} was expected; cut it evenly"
+            f"a tensor of shape {tuple(tensor.shape)} with placements {tensor.placements} has a part of shape "
+            f"{tuple(local(tensor).shape)} here, but {tuple(held)} was expected; cut it evenly"
         )
     offsets = [[0, *itertools.accumulate(stop - start for start, stop in of_dimension)] for of_dimension in runs]
     pieces = []

@@ -39,7 +39,7 @@ def run_ranks(
     """
     if backend not in ("gloo", "nccl") or (share_gpu and backend != "nccl"):
         raise StagelineError(
-            f'backend is "gloo" or "nccl", and share_gpu needs "nccl"; got backend={backend!r}, share_gpu={share_gpu}'
+            f'backend must be "gloo" or "nccl", share_gpu needs "nccl"; got backend={backend!r}, share_gpu={share_gpu}'
         )
     variables = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"), "OMP_NUM_THREADS": "1"}
     call = (function, arguments, timeout, backend, share_gpu)

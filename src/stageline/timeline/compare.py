@@ -104,7 +104,9 @@ def compare(first: Timeline, second: Timeline) -> Comparison:
     orders = [np.argsort(key, kind="stable") for key in keys]
     same_shape = (one.stages, one.microbatches) == (two.stages, two.microbatches)
     if not same_shape or not np.array_equal(keys[0][orders[0]], keys[1][orders[1]]):
-        raise ScheduleError(f"cannot compare {one!r} with {two!r} action by action: they do not run the same actions")
+        raise ScheduleError(
+            f"cannot compare {one!r} with {two!r} action by action, because they do not run the same actions"
+        )
     match = np.empty(len(keys[0]), dtype=np.int64)
     match[orders[0]] = orders[1]
     return Comparison(first, second, match)

@@ -357,7 +357,9 @@ def _rest(name: str, whole: Floats, other: Floats) -> Floats:
     rest = whole - other
     if (rest < 0).any():
         stage = int(np.argmax(rest < 0))
-        raise CostError(f"{name} of stage {stage} would be {rest[stage]:g}: the other half takes longer than backward")
+        raise CostError(
+            f"{name} of stage {stage} would be {rest[stage]:g}, because the other half takes longer than backward"
+        )
     return rest
 
 

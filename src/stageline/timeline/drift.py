@@ -205,8 +205,8 @@ class Straggler(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"stage {self.stage} on rank {self.rank} became slower than the other stages and stays so: a microbatch "
-            f"takes {self.ratio:.3g} times as long ({format_seconds(self.now)} instead of "
+            f"stage {self.stage} on rank {self.rank} became slower than the other stages and stayed slower: a "
+            f"microbatch takes {self.ratio:.3g} times as long ({format_seconds(self.now)} instead of "
             f"{format_seconds(self.before)})"
         )
 

@@ -138,8 +138,8 @@ def explain(planned: Timeline | None, measured: Timeline) -> Explanation:
         )
     if not measured.is_aligned:
         raise ScheduleError(
-            "the clocks of the ranks of the measured step were not aligned, so it is unknown what its ranks waited "
-            "for; typical_costs(measured) still returns the times of its actions"
+            "the clocks of the ranks of the measured step were not aligned, so what its ranks waited for is unknown; "
+            "typical_costs(measured) still returns the times of its actions"
         )
     groups = _groups(measured)
     plan, real = groups.total(planned), groups.total(measured)

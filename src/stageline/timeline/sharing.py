@@ -35,7 +35,7 @@ class Shared:
         named += [("links", rank) for link in costs.links for rank in (*link.sources, *link.targets)]
         for name, rank in named:
             if rank >= ranks:
-                raise CostError(f"{name} name rank {rank}, and the schedule has {ranks} ranks, counted from 0")
+                raise CostError(f"{name} contain rank {rank}, but the schedule has {ranks} ranks, counted from 0")
         slow = [share for share in costs.shares if any(share.speed(n + 1) < 1 for n in range(len(share.ranks)))]
         return cls(slow, costs.links)
 

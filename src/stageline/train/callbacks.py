@@ -56,7 +56,7 @@ class Callbacks:
         for callback in self._callbacks:
             if isinstance(callback, type) or not any(callable(getattr(callback, name, None)) for name in EVENTS):
                 kind = "a class; pass an instance of it" if isinstance(callback, type) else "not a Callback"
-                raise StagelineError(f"callbacks has {shorten(callback)}, which is {kind}")
+                raise StagelineError(f"callbacks contains {shorten(callback)}, which is {kind}")
 
     def __call__(self, event: str, *arguments: Any) -> None:
         """Call a method of all callbacks that have it."""

@@ -89,8 +89,8 @@ def check_same_run(checkpoint: Checkpoint, config: Config) -> None:
     conflicts = differences(config, from_dict(checkpoint.state["config"]), ignore=WARN | FREE)
     if conflicts:
         raise StagelineError(
-            f"{checkpoint.path} belongs to a run of another configuration: {'; '.join(conflicts)}; use another "
-            "checkpoint.folder, or the configuration of that run to resume it"
+            f"{checkpoint.path} belongs to a run with another configuration: {'; '.join(conflicts)}; use another "
+            "checkpoint.folder, or restore that configuration to resume the run"
         )
 
 
@@ -131,15 +131,15 @@ def resume(checkpoint: Checkpoint, setup: Setup, optimizer: Optimizer, scale: Lo
     state, per_step = checkpoint.state, setup.nominal_per_step
     if state["per_step"] != per_step:
         raise StagelineError(
-            f"{checkpoint.path} was trained with {state['per_step']} samples in a step, and this job has "
+            f"{checkpoint.path} was trained with {state['per_step']} samples per step, but this job has "
             f"{per_step}; set training.global_batch_size to {state['per_step']}"
         )
     load_weights_of(setup.pipe, checkpoint)
     optimizer.load(read_states(setup.pipe, optimizer.parameters, checkpoint))
     if state["threads"] != torch.get_num_threads():
         setup.notes.append(
-            f"the run had {state['threads']} threads per rank and this machine gives {torch.get_num_threads()}: "
-            "numbers may differ in their last bits (OMP_NUM_THREADS sets it)"
+            f"the run used {state['threads']} threads per rank, but this machine uses {torch.get_num_threads()}: "
+            "results may differ in their last bits; set OMP_NUM_THREADS to keep the number"
         )
     return resume_progress(checkpoint.step, state, setup, scale)
 

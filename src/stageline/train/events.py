@@ -220,8 +220,8 @@ class TensorBoard:
             self._module = importlib.import_module("torch.utils.tensorboard")
         except ImportError as error:
             raise StagelineError(
-                f"metrics.enable_tensorboard needs tensorboard, which cannot be imported ({error}): "
-                "pip install 'stageline[tensorboard]', or remove the option"
+                f"metrics.enable_tensorboard needs tensorboard, which cannot be imported ({error}); run pip install "
+                "'stageline[tensorboard]', or remove the option"
             ) from None
         self._folder = folder
         self._writer: Any = None
@@ -252,7 +252,7 @@ class WeightsAndBiases:
             self._module = importlib.import_module("wandb")
         except ImportError as error:
             raise StagelineError(
-                f"metrics.enable_wandb needs wandb, which cannot be imported ({error}): pip install "
+                f"metrics.enable_wandb needs wandb, which cannot be imported ({error}); run pip install "
                 "'stageline[wandb]', or remove the option"
             ) from None
         self._config, self._folder = config, folder
@@ -325,7 +325,7 @@ def checked(row: Row) -> Row:
     """Return an event as it will be read from the file; raise if it is invalid."""
     read = decode(encode(row))
     if read is None:
-        raise StagelineError(f"an event needs its kind as 'event' and its 'step', an integer >= 0; got {shorten(row)}")
+        raise StagelineError(f"an event needs 'event', its kind, and 'step', an integer >= 0; got {shorten(row)}")
     return read
 
 

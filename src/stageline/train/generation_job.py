@@ -115,7 +115,7 @@ def _open(where: Location, step: int, host: RankHost) -> Checkpoint:
         return open_checkpoint(where)
     checkpoint = find_checkpoint(where, step, host)
     if checkpoint is None:
-        raise StagelineError(f"{where} has no checkpoint; train at least until the first one is saved")
+        raise StagelineError(f"{where} has no checkpoint yet; train at least until the first one is saved")
     return checkpoint
 
 
@@ -129,8 +129,8 @@ def _tokenizer(replacement: str, config: Config, checkpoint: Checkpoint) -> Toke
     if name in TOKENIZERS:
         if name == "bytes" and not saved and config.training.dataset not in ("python", "text"):
             raise StagelineError(
-                f"{checkpoint.path} has no tokenizer: the run was trained on tokens whose tokenizer is unknown; pass "
-                "the one that produced them with --tokenizer"
+                f"{checkpoint.path} has no tokenizer: the run was trained on tokens from an unknown tokenizer; pass "
+                "that tokenizer as --tokenizer"
             )
         tokenizer = find_tokenizer(name)
         is_changed = isinstance(tokenizer, BytePairs) and any(
@@ -153,7 +153,7 @@ def _vocabulary(checkpoint: Checkpoint, tokenizer: Tokenizer) -> int:
         return tokenizer.size
     if tokenizer.size > embedding.shape[0]:
         raise StagelineError(
-            f"the tokenizer {tokenizer.name} has {tokenizer.size:,} tokens, and the model of {checkpoint.path} knows "
+            f"the tokenizer {tokenizer.name} has {tokenizer.size:,} tokens, but the model in {checkpoint.path} has "
             f"{embedding.shape[0]:,}; pass the tokenizer that it was trained with as --tokenizer"
         )
     return embedding.shape[0]

@@ -90,7 +90,7 @@ class JobLayout:
         return f"{self.ranks} ranks{times} as {how} on {self.device.type}"
 
 
-ZERO_REPLICAS = "parallelism.data_parallel_replicate_degree is 0, which is deprecated; write -1 for the rest"
+ZERO_REPLICAS = "parallelism.data_parallel_replicate_degree=0 is deprecated; use -1 for all remaining processes"
 
 
 def find_job_layout(config: Config) -> JobLayout:
@@ -109,14 +109,15 @@ def find_job_layout(config: Config) -> JobLayout:
         for name, degree, what in named:
             if degree > 1:
                 raise StagelineError(
-                    f"parallelism.{name} is {degree}, and {what} are processes: set parallelism.launcher to processes "
+                    f"parallelism.{name} is {degree}, but {what} must be processes: set "
+                    "parallelism.launcher to processes "
                     f"for stageline train, start {degrees.processes} with stageline launch or torchrun, or set the "
                     "degree to 1"
                 )
         return JobLayout(ranks, 1, 1, 0, _device(0))
     if degrees.processes != processes:
         raise StagelineError(
-            f"parallelism.{degrees} need {degrees.processes} processes, and {processes} were started; start "
+            f"parallelism.{degrees} need {degrees.processes} processes, but {processes} were started; start "
             f"{degrees.processes}, or set the degrees so that their product is {processes}"
         )
     rank = dist.get_rank() if grouped else int(os.environ["RANK"])
@@ -151,8 +152,8 @@ def note_on_gpus(config: Config, layout: JobLayout) -> str:
         return ""
     if gpus == 1:
         return (
-            "one rank uses the one GPU, without the overhead of several; parallelism.pipeline_parallel_degree sets "
-            "another number, as threads on that GPU"
+            "one rank uses the only GPU, which is faster than several; set parallelism.pipeline_parallel_degree to "
+            "run several ranks as threads on it"
         )
     return (
         f"one rank uses one of the {gpus} GPUs; for one rank per GPU, start stageline train with parallelism.launcher "
@@ -218,8 +219,8 @@ def batch_sizes(config: Config, replicas: int) -> BatchSizes:
     if per_step % pipeline_step:
         below, above = per_step // pipeline_step * pipeline_step, (per_step // pipeline_step + 1) * pipeline_step
         raise StagelineError(
-            f"training.global_batch_size is {per_step}, which {replicas} replicas × training.local_batch_size {local} "
-            f"do not divide; the nearest that fit are {f'{below} and ' if below else ''}{above}"
+            f"training.global_batch_size is {per_step}, which is not a multiple of {replicas} replicas × "
+            f"training.local_batch_size {local}; the nearest multiples are {f'{below} and ' if below else ''}{above}"
         )
     if training.continuous_steps and per_step > pipeline_step:
         raise StagelineError(

@@ -167,7 +167,7 @@ class Optimizer:
                     is_mismatch = value.dim() > 0 and value.shape != parameter.shape
                     if is_mismatch and self.config.name != "Adafactor":
                         raise StagelineError(
-                            f"the state {slot} of {name} has shape {tuple(value.shape)}, but the parameter has "
+                            f"the state {slot} of {name} has shape {tuple(value.shape)}, but the parameter has shape "
                             f"{tuple(parameter.shape)}; the state belongs to another model"
                         )
                 owner.state[parameter] = place_slots(slots, parameter, owner)
@@ -236,4 +236,7 @@ def warm_up_note(config: Config) -> str:
     if warmup < steps:
         return ""
     top = "to optimizer.lr in the last step" if steps == warmup else f"up to {steps / warmup:.0%} of optimizer.lr"
-    return f"lr_scheduler.warmup_steps is {warmup} and training.steps is {steps}: the learning rate only rises, {top}"
+    return (
+        f"lr_scheduler.warmup_steps is {warmup} and training.steps is {steps}: the learning rate rises until the end, "
+        f"{top}"
+    )

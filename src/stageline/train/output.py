@@ -87,8 +87,8 @@ class Output:
         setup, folder, layout = self._setup, self._setup.folder, self._setup.layout
         if not resumed and (aside := folder.move_aside(METRICS)) is not None:
             setup.notes.append(
-                f"{folder.path} holds a run without a checkpoint in {setup.config.checkpoint.folder}, so it starts "
-                f"again; its earlier events are kept in {aside.name}"
+                f"{folder.path} contains a run without a checkpoint in {setup.config.checkpoint.folder}, so training "
+                f"starts from step 0; the earlier events are kept in {aside.name}"
             )
         schedule, num_parameters = setup.choice.schedule, self._describe()
         num_candidates = 1 + len(setup.choice.alternatives)
@@ -100,7 +100,7 @@ class Output:
         put(f"ranks     {layout}")
         stages = f"{schedule.stages} stage{'s' if schedule.stages > 1 else ''}"
         put(f"schedule  {schedule.name}{best}: {stages}, {schedule.microbatches} microbatches")
-        noisy = f"; its profile is noisy, so it may be off by {setup.choice.uncertainty:.0%}"
+        noisy = f"; the profile is noisy, so this may be off by {setup.choice.uncertainty:.0%}"
         makespan = f"makespan {format_makespan(self._planned.makespan)}, bubble {self._planned.bubble or 0:.1%}"
         put(f"plan      {makespan}{noisy if setup.choice.is_noisy else ''}")
         put(f"folder    {folder.path}")

@@ -107,8 +107,8 @@ def _named_state(pipe: Pipeline, optimizer: torch.optim.Optimizer) -> State:
         for slot, value in optimizer.state.get(parameter, {}).items():
             if value is not None and not isinstance(value, Tensor | int | float | bool):
                 raise StagelineError(
-                    f"the optimizer's state {slot} of {name} is a {type(value).__name__}; a checkpoint holds tensors "
-                    "and numbers: save this optimizer's state yourself"
+                    f"the optimizer's state {slot} of {name} is a {type(value).__name__}; a checkpoint can store "
+                    "only tensors and numbers; save this optimizer's state yourself"
                 )
             if value is not None:
                 state.setdefault(name, {})[slot] = torch.as_tensor(value)
@@ -199,7 +199,7 @@ def check_model(pipe: Pipeline, checkpoint: Checkpoint) -> None:
             raise StagelineError(f"{other_model}: {name!r} has shape {saved[name]} there and {shape} here")
     extra = sorted(set(saved) - set(expected))
     if extra:
-        raise StagelineError(f"{other_model}: this one has no {extra[0]!r}")
+        raise StagelineError(f"{other_model}: it has {extra[0]!r}, which this model does not")
 
 
 def load_weights_of(pipe: Pipeline, checkpoint: Checkpoint) -> None:
@@ -232,7 +232,7 @@ def undamaged(path: Location) -> Location:
     _, damages = inspect(path)
     if damages:
         raise StagelineError(
-            f"{'; '.join(map(str, damages[:3]))}; nothing is loaded from it: name another checkpoint, or leave the "
-            "choice to the job, which takes the newest intact one"
+            f"{'; '.join(map(str, damages[:3]))}; nothing was loaded; choose another checkpoint, or set "
+            "checkpoint.load_step to -1 to resume from the newest intact one"
         )
     return path

@@ -33,8 +33,8 @@ def preflight(config: Config) -> None:
     >>> preflight(Config.read(None, "model.vocab_size=100"))
     Traceback (most recent call last):
     ...
-    stageline.StagelineError: model.vocab_size is 100, but the tokenizer bytes has 256 tokens; use 0 for
-    that size
+    stageline.StagelineError: model.vocab_size is 100, but the tokenizer bytes has 256 tokens; set it to
+    0 to use that size
     """
     setup = Setup(config, _layout(config), RunFolder(config.job.dump_folder))
     sentences = []
@@ -62,7 +62,7 @@ def _folder(setup: Setup) -> Iterator[str]:
     if options.load_step >= 0:
         at_step(checkpoint_folder(folder.path, options.folder), options.load_step)
     if options.initial_load_path and not location(options.initial_load_path).exists():
-        yield f"checkpoint.initial_load_path is {options.initial_load_path!r}, and there is no such file or folder"
+        yield f"checkpoint.initial_load_path is {options.initial_load_path!r}, which does not exist"
 
 
 def _job(setup: Setup) -> Iterator[str]:
@@ -74,8 +74,8 @@ def _job(setup: Setup) -> Iterator[str]:
         return
     if setup.layout.tensors > 1 and not plan_of(model):
         yield (
-            f"parallelism.tensor_parallel_degree is {setup.layout.tensors}, and {type(model).__name__} has no tp_plan, "
-            "which says how its layers are cut; give it one, or set the degree to 1"
+            f"parallelism.tensor_parallel_degree is {setup.layout.tensors}, and {type(model).__name__} has no "
+            "tp_plan, which defines how its layers are split; add one, or set the degree to 1"
         )
     units = _units(model, setup)
     if units is not None:
@@ -86,7 +86,7 @@ def _job(setup: Setup) -> Iterator[str]:
     if chosen is not None and not any(chosen(name, module) for name, module in named):
         first = ", ".join(name for name, _ in named[:4])
         yield (
-            f"activation_checkpoint.modules is {', '.join(recompute.modules)}, which is none of the model's modules; "
+            f"activation_checkpoint.modules is {', '.join(recompute.modules)}, which matches no module of the model; "
             f"the first names are {first}"
         )
 

@@ -280,7 +280,7 @@ def load_tensors(tensors: dict[str, Tensor], pipe: Pipeline, optimizer: Optimize
             for name, tensor in own:
                 value = left.pop(f"{kind} {name}", None)
                 if value is None:
-                    raise StagelineError(f"the state in host memory has no {kind} {name}: it is of another model")
+                    raise StagelineError(f"the state in host memory has no {kind} {name}; it belongs to another model")
                 local(tensor).copy_(value)
     states: dict[str, dict[str, Tensor]] = {}
     for key, value in left.items():

@@ -42,13 +42,13 @@ class RunFolder:
     def find_run(self, config: Config) -> tuple[bool, list[str]]:
         """Return whether there is a run to resume, and which options differ; raise if it does not fit the config."""
         if self.path.exists() and not self.path.is_dir():
-            raise StagelineError(f"job.dump_folder is {str(self.path)!r}, which is a file; use a folder")
+            raise StagelineError(f"job.dump_folder must be a folder, but {str(self.path)!r} is a file")
         if not self.path.exists() or all(child.name in (LOCK, FLIGHT) for child in self.path.iterdir()):
             return False, []
         if not (self.path / CONFIG).is_file():
             raise StagelineError(
-                f"job.dump_folder is {str(self.path)!r}, which holds other files and no run; nothing is overwritten: "
-                "use another folder"
+                f"job.dump_folder is {str(self.path)!r}, which contains other files but no run; nothing was "
+                "overwritten; use another folder"
             )
         if not self._has_started():
             return False, []
@@ -56,8 +56,8 @@ class RunFolder:
         conflicts = differences(config, earlier, ignore=WARN | FREE)
         if conflicts:
             raise StagelineError(
-                f"{str(self.path)!r} holds a run of another configuration: {'; '.join(conflicts)}; nothing is "
-                "overwritten: use another job.dump_folder, or the configuration of that run to resume it"
+                f"{str(self.path)!r} contains a run with another configuration: {'; '.join(conflicts)}; nothing was "
+                "overwritten; use another job.dump_folder, or restore that configuration to resume the run"
             )
         return True, differences(config, earlier, ignore=FIXED | FREE)
 
@@ -73,7 +73,7 @@ class RunFolder:
             self._lock = (self.path / LOCK).open("a+", encoding="utf-8")
         except OSError as error:
             raise StagelineError(
-                f"job.dump_folder is {str(self.path)!r}, which cannot be written to: {error.strerror or error}"
+                f"job.dump_folder is {str(self.path)!r}, which is not writable: {error.strerror or error}"
             ) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

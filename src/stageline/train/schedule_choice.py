@@ -110,8 +110,8 @@ class JobMeasurement:
         is_language_model = isinstance(self._data.train, Tokens) and self._task.predicts_tokens
         if is_language_model and looks_ahead(model, example, vocab_size=self._data.vocab_size):
             self.note = (
-                f"{self._task.name} sees the tokens that it is to predict: its output at a position changes with the "
-                "tokens after it; use a causal model, or samples of your own"
+                f"{self._task.name} sees the tokens that it has to predict: its output at a position depends on "
+                "later tokens; use a causal model, or your own samples"
             )
         measured = self._measure()
         return by_calls(measured, [unit.name for unit in split(model, 1, example=example).units])

@@ -122,7 +122,8 @@ class Setup:
         if number_of() is not None or self.config.recovery == Recovery():
             return ""
         return (
-            "the options of recovery are for ranks that stageline train starts as processes; here they have no effect"
+            "the recovery options have no effect here; they apply only to ranks that stageline train starts as "
+            "processes"
         )
 
     def _join_processes(self) -> None:
@@ -149,7 +150,7 @@ class Setup:
         if config.validation.patience and self.data.validation is None:
             raise StagelineError(
                 f"validation.patience is {config.validation.patience}, but there is no validation data: a stream has "
-                "no validation samples; use a validation.dataset_path, or set the patience to 0"
+                "no validation samples; set validation.dataset_path, or set the patience to 0"
             )
 
     def _make_task(self) -> Task:
@@ -207,8 +208,8 @@ class Setup:
         if blind.any():
             ranks = ", ".join(map(str, np.flatnonzero(blind).tolist()))
             raise StagelineError(
-                f"rank {ranks} does not see the folder {str(folder)!r} of rank 0; use a job.dump_folder on a file "
-                "system that all machines share, or a checkpoint.folder in an object store that all of them reach"
+                f"rank {ranks} cannot see the folder {str(folder)!r} of rank 0; use a job.dump_folder on a file "
+                "system that all machines share, or a checkpoint.folder in an object store that they can all reach"
             )
 
     def _choose_schedule(self) -> None:
@@ -330,7 +331,7 @@ class Setup:
         counts = self.choice.layers_per_stage
         staged, reason = split_model(self.task, schedule.stages, counts, self.example, seed, device)
         if reason and self.layout.processes > 1:
-            self.notes.append(f"every process builds the whole model before it keeps its part: {reason}")
+            self.notes.append(f"every process builds the whole model and then keeps only its part: {reason}")
         return staged
 
 
@@ -347,7 +348,7 @@ def split_model(
             with suppress(StagelineError):
                 staged = split(recipe.model, stages, layers_per_stage=counts, example=inputs)
                 return replace(staged, recipe=recipe), ""
-        reason = "its units can only be found by running it"
+        reason = "its units can be found only by running it"
     except StagelineError as error:
         reason = str(error)
     model = build(task.make, seed=seed, device=device, otherwise="construct")

@@ -80,8 +80,8 @@ class TrainingStep:
         decision = self._rules.decide(norm, scale)
         if decision.failed:
             raise StagelineError(
-                f"{not_finite_text(self.pipe.steps, norm.item(), loss)}; no parameter was changed: lower optimizer.lr, "
-                "or check the data"
+                f"{not_finite_text(self.pipe.steps, norm.item(), loss)}; no parameter was changed; lower "
+                "optimizer.lr, or check the data"
             )
         self.scale.update(not decision.skipped)
         self.optimizer.set_rate(rate)
@@ -137,7 +137,7 @@ class TrainingStep:
             return None
         total = self._total(sum(count for count in counts if count is not None))
         if not total > 0:
-            raise StagelineError("no target of the batch counts: all are ignored, or have weight 0")
+            raise StagelineError("the batch has no target that counts: all are ignored or have weight 0")
         return total
 
 
@@ -212,8 +212,8 @@ class LossScale:
         self.value /= 2.0
         if self.value < 2.0**-14:
             raise StagelineError(
-                f"{self._skipped} consecutive steps had gradients that are not finite, at ever smaller loss scales; "
-                "float16 is not the cause: check the data, lower optimizer.lr, or use bfloat16"
+                f"{self._skipped} consecutive steps had non-finite gradients, even at smaller and smaller loss "
+                "scales; float16 is not the cause: check the data, lower optimizer.lr, or use bfloat16"
             )
         return False
 

@@ -54,8 +54,8 @@ class Task:
         parts = built if isinstance(built, tuple) else (built,)
         if not parts or not isinstance(parts[0], nn.Module) or len(parts) > 4:
             raise StagelineError(
-                f"{self.name} returned a {type(built).__name__}; it must return a model, or a tuple of a model, its "
-                "inputs, targets and loss function, of which the last ones may be left out"
+                f"{self.name} returned a {type(built).__name__}; it must return a model, (model, inputs), (model, "
+                "inputs, targets) or (model, inputs, targets, loss_fn)"
             )
         self.model_loss = parts[3] if len(parts) == 4 else None
         if (adapter := adapter_of(parts[0])) is not None:
@@ -96,9 +96,9 @@ class Task:
             subject = f"training.seq_len is {tokens}" if is_option else f"the samples have {tokens} tokens"
             name = config.positions_name
             raise StagelineError(
-                f"{subject}, and {name} of {config.path} is {config.positions}, which leaves positions for "
+                f"{subject}, but {name} in {config.path} is {config.positions}, which leaves positions for only "
                 f"{config.max_tokens} tokens; use at most {config.max_tokens} for "
-                f"{'training.seq_len' if is_option else 'the samples'}, or raise {name} in that file"
+                f"{'training.seq_len' if is_option else 'the samples'}, or increase {name} in that file"
             )
 
 
@@ -126,12 +126,13 @@ def _gpt(config: Config, vocab_size: int) -> Callable[[], GPT]:
         raise StagelineError("the vocabulary size of the data is unknown: set model.vocab_size")
     if size < vocab_size:
         raise StagelineError(
-            f"model.vocab_size is {size}, but the vocabulary of the data has {vocab_size} tokens; use that number, or 0"
+            f"model.vocab_size is {size}, but the vocabulary of the data has {vocab_size} tokens; set it to that "
+            "number, or to 0"
         )
     weights = config.training.loss_weights
     if weights and len(weights) != size:
         raise StagelineError(
-            f"training.loss_weights has {len(weights)} numbers, but the vocabulary has {size} tokens; use one for each"
+            f"training.loss_weights has {len(weights)} numbers, but the vocabulary has {size} tokens; use one per token"
         )
     return lambda: GPT(
         size, config.training.seq_len, model.dim, model.n_layers, model.n_heads, model.dropout, model.tie_embeddings

@@ -134,7 +134,7 @@ class Trainer:
         self._compute_metrics = compute_metrics
         if compute_metrics is not None and self.layout.replicas > 1:
             raise StagelineError(
-                f"compute_metrics needs the outputs of all validation samples in one pipeline, and this job has "
+                "compute_metrics needs the outputs of all validation samples in one pipeline, but this job has "
                 f"{self.layout.replicas} replicas or shards; use one, or compute metrics in a loss function"
             )
         self.progress = TrainingProgress()
@@ -305,12 +305,12 @@ class Trainer:
             ending, option = "is finished", "training.steps"
             if why != "finished":
                 ending = (
-                    f"stopped early, after {self.progress.validations_since_best} evaluations without a better loss"
+                    f"stopped early, after {self.progress.validations_since_best} validations without a better loss"
                 )
                 option = "validation.patience"
             put(
-                f"{self.folder.path} {ending}: step {step} of {self.config.training.steps}; raise {option} to resume, "
-                "or use another job.dump_folder"
+                f"{self.folder.path} {ending}: step {step} of {self.config.training.steps}; increase {option} to "
+                "resume, or use another job.dump_folder"
             )
         return Result(step, why, None, None, self.folder.path)
 

@@ -62,8 +62,9 @@ class Validation:
         """The user's metrics of the last evaluation."""
         if not self.samples:
             raise StagelineError(
-                f"{loader.source.name} holds {available} to validate on, and each of {replicas} replicas takes one at "
-                "least; raise validation.fraction, use a validation.dataset_path, or set validation.enable to false"
+                f"{loader.source.name} has {available} for validation, but each of {replicas} replicas needs at "
+                "least one; increase validation.fraction, set validation.dataset_path, or set validation.enable to "
+                "false"
             )
 
     def bytes_per_target(self, data: Data, task: Task) -> float | None:
@@ -100,7 +101,7 @@ class Validation:
             total, weight = total + loss * batch_weight, weight + batch_weight
         if not weight > 0:
             raise StagelineError(
-                f"none of the {self.samples} validation samples has a target that counts: all are ignored, or have "
+                f"none of the {self.samples} validation samples has a target that counts: all are ignored or have "
                 "weight 0"
             )
         self.metrics = {} if metrics is None else metrics.result()
@@ -156,7 +157,7 @@ class MetricsOfValidation:
             raise StagelineError(f"compute_metrics returned {shorten(metrics)}; it must return a dict of numbers")
         for name, value in metrics.items():
             if name in TAKEN or not isinstance(value, int | float | np.number):
-                what = "a name that the validation itself uses" if name in TAKEN else f"{shorten(value)}, not a number"
+                what = "a name that validation itself uses" if name in TAKEN else f"{shorten(value)}, not a number"
                 raise StagelineError(f"compute_metrics returned {name!r}, which is {what}")
         return {str(name): float(value) for name, value in metrics.items()}
 

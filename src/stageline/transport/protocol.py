@@ -138,10 +138,10 @@ class ProcessTransport(Transport, Protocol):
 def check_message(message: Message, expected: Header) -> None:
     """Refuse a message that is not the expected one of its channel, or does not hold what it announces."""
     if message.header != expected:
-        raise TransportError(f"rank {expected.target} expected {expected}, and got {message.header}")
+        raise TransportError(f"rank {expected.target} expected {expected}, but got {message.header}")
     if not message.announced:
         raise TransportError(
-            f"rank {expected.target} expected {expected} as {_listed(message.kinds)}, and got "
+            f"rank {expected.target} expected {expected} as {_listed(message.kinds)}, but got "
             f"{_listed(kinds_of(message.leaves))}"
         )
 

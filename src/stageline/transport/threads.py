@@ -159,7 +159,7 @@ def stopped_waiting(header: Header, failure: Failed) -> PeerFailed:
 
 def receive_timeout(header: Header, deadline: float) -> TransportError:
     """The error of a rank that waited for too long."""
-    return TransportError(f"rank {header.target} waited {deadline:g} s for {header}, and it did not arrive")
+    return TransportError(f"rank {header.target} waited {deadline:g} s for {header}, but it did not arrive")
 
 
 def written(leaves: Sequence[Leaf]) -> Any:

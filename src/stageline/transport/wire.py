@@ -249,9 +249,9 @@ def refuse_classes(message: Message) -> None:
         if isinstance(leaf, Tensor) and type(leaf) is not Tensor and not isinstance(leaf, nn.Parameter):
             name, head = type(leaf).__name__, message.header
             raise StagelineError(
-                f"stage {head.stage} passes on a {name} in microbatch {head.microbatch}, a class derived from "
-                f"torch.Tensor, and to another process it can only pass plain tensors; pass on "
-                f"x.as_subclass(torch.Tensor), and build the {name} again in the stage that needs it"
+                f"stage {head.stage} passes on a {name} in microbatch {head.microbatch}, a subclass of torch.Tensor, "
+                "but only plain tensors can be sent to another process; pass on x.as_subclass(torch.Tensor), and "
+                f"rebuild the {name} in the stage that needs it"
             )
 
 
@@ -362,16 +362,14 @@ def read_head(head: bytes) -> tuple[Prefix, bytes]:
     magic, *numbers = _PREFIX.unpack_from(head)
     prefix = Prefix(*numbers)
     if magic != _MAGIC or not 0 < prefix.text < _LONGEST_TEXT or not 0 <= prefix.payload < _LONGEST:
-        raise TransportError(
-            f"received bytes that are not a message (they start with {magic:#x}, and {_MAGIC:#x} was expected)"
-        )
+        raise TransportError(f"received bytes that are not a message: they start with {magic:#x}, expected {_MAGIC:#x}")
     return prefix, head[_PREFIX.size : _PREFIX.size + prefix.text]
 
 
 def check_text(text: bytes, prefix: Prefix) -> None:
     """Refuse a header that does not match its checksum."""
     if zlib.crc32(text) != prefix.check:
-        raise TransportError(f"a header arrived with checksum {zlib.crc32(text):#x}, and {prefix.check:#x} was sent")
+        raise TransportError(f"a header arrived with checksum {zlib.crc32(text):#x}, but {prefix.check:#x} was sent")
 
 
 def cut(payload: Tensor, sizes: Sequence[int]) -> list[Tensor]:

@@ -92,7 +92,7 @@ def test_the_next_host_leads_when_the_first_is_lost_and_a_minority_stops(fleet: 
     networks[1].close()
     until(lambda: networks[2].lost.keys() == {0, 1})
     assert networks[2].cut_off == (
-        "host 1 (127.0.0.1) cannot be reached from host 2, and a job continues only where most hosts are"
+        "host 1 (127.0.0.1) cannot be reached from host 2, and a job needs most of its hosts to continue"
     )
 
 
@@ -143,7 +143,7 @@ def test_of_two_hosts_the_first_continues(fleet: Fleet) -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"secret": "another secret of that length"}, "it has another secret"),
+        ({"secret": "another secret of that length"}, "it has a different secret"),
         ({"recovery": "--max-restarts 1"}, "it has --max-restarts 1, and host 0 has "),
         ({"count": 3}, "it has --nnodes 3, and host 0 has 2"),
     ],
@@ -157,7 +157,7 @@ def test_a_launcher_that_does_not_fit_is_refused(fleet: Fleet, options: dict[str
 def test_a_second_launcher_with_the_same_number_is_refused(fleet: Fleet) -> None:
     networks = [fleet.start(number, 2) for number in range(2)]
     meet(networks)
-    with pytest.raises(StagelineError, match="there is another launcher with --node-rank 1"):
+    with pytest.raises(StagelineError, match="another launcher also has --node-rank 1"):
         fleet.start(1, 2).meet(20)
     assert not networks[0].lost
     with pytest.raises(StagelineError, match=f"cannot listen on --master-port {fleet.port}; another job"):
@@ -175,16 +175,16 @@ def test_a_host_that_does_not_start_is_named(fleet: Fleet, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["--nnodes", "2"], "several hosts need --master-addr"),
+        (["--nnodes", "2"], "--nnodes above 1 requires --master-addr"),
         (["--nnodes", "2", "--node-rank", "2", "--master-addr", "10.0.0.1"], "--node-rank must be from 0 to 1"),
-        (["--node-rank", "1"], "set --nnodes to their number"),
-        (["--logs", "script.py"], "--logs is script.py, which is a file"),
-        (["-n", "0"], "-n 0 is for a host of several"),
+        (["--node-rank", "1"], "require --nnodes, the number of hosts"),
+        (["--logs", "script.py"], "--logs must be a folder for the output of the ranks, but script.py is a file"),
+        (["-n", "0"], "-n 0 is only for a host of spare processes"),
         (
             ["--nnodes", "2", "--master-addr", "10.0.0.1", "--launcher", "ray"],
-            "--nnodes works only with the launcher processes",
+            "--nnodes requires --launcher processes",
         ),
-        (["--nnodes", "2", "--master-addr", "10.0.0.1"], "need a secret to trust each other: set STAGELINE_SECRET"),
+        (["--nnodes", "2", "--master-addr", "10.0.0.1"], "need a shared secret; set STAGELINE_SECRET"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(

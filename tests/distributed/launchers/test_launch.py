@@ -185,9 +185,9 @@ def test_a_rank_that_leaves_has_no_result(code: int, text: str) -> None:
         ({"processes": True}, "got True"),
         ({"processes": 1, "launcher": "proceses"}, r"unknown launcher 'proceses' \(did you mean 'processes'\?\)"),
         ({"processes": 1, "launcher": 3}, "launcher must be a name or an object with a method run; got 3"),
-        ({"processes": 1, "spares": 1}, "spares is 1, but they take the place of lost ranks only if max_restarts"),
+        ({"processes": 1, "spares": 1}, "spares is 1, but spare processes are used only if max_restarts"),
         ({"processes": 1, "timeout": 0}, "timeout must be a number of seconds above 0, or None; got 0"),
-        ({"processes": 1, "launcher": "threads", "timeout": 1.0}, "cannot end it; use processes"),
+        ({"processes": 1, "launcher": "threads", "timeout": 1.0}, "cannot stop it; use processes"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], text: str) -> None:
@@ -243,7 +243,7 @@ def test_jobs_listen_on_the_ports_of_a_range() -> None:
         sl.StagelineError, match=f"^STAGELINE_PORTS={first}-{first} has 1 ports, and .* 2 ranks needs 3"
     ):
         sl.launch(gradients_of_pipeline, processes=2, environment=too_few)
-    with pytest.raises(sl.StagelineError, match=r"^STAGELINE_SECRET has 3 characters, and at least 16 are needed"):
+    with pytest.raises(sl.StagelineError, match=r"^STAGELINE_SECRET has 3 characters, but at least 16 are needed"):
         sl.launch(gradients_of_pipeline, processes=2, environment={"STAGELINE_SECRET": "abc"})
 
 

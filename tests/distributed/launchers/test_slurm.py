@@ -52,8 +52,8 @@ def test_one_host_meets_on_loopback() -> None:
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
-        ({"SLURM_PROCID": ""}, "SLURM_PROCID is not a whole number"),
-        ({"SLURM_STEP_NODELIST": "n[a-b]"}, "in place of a range"),
+        ({"SLURM_PROCID": ""}, "SLURM_PROCID is not an integer"),
+        ({"SLURM_STEP_NODELIST": "n[a-b]"}, "expected a range"),
         ({"SLURM_STEP_TASKS_PER_NODE": "two"}, "expected numbers like"),
         ({"SLURM_NODEID": "5"}, "this is a task on host 5"),
     ],

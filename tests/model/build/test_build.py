@@ -353,7 +353,7 @@ def test_an_error_that_the_constructor_swallows_still_ends_the_build() -> None:
 def test_errors_name_invalid_input() -> None:
     with pytest.raises(StagelineError, match="the constructor returned 3"):
         build(lambda: 3)  # type: ignore[type-var]
-    with pytest.raises(StagelineError, match="'weight' of LazyLinear: it has no shape yet"):
+    with pytest.raises(StagelineError, match="'weight' of LazyLinear: its shape is not known yet"):
         build(lambda: nn.LazyLinear(3))
     with pytest.raises(StagelineError, match="otherwise is 'maybe'"):
         build(small, otherwise="maybe")  # type: ignore[arg-type]

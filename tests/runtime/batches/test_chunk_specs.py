@@ -183,12 +183,14 @@ def test_an_object_that_holds_tensors_is_refused_by_name(kind: Any) -> None:
     """It cannot be cut, and every microbatch would get all of it."""
     x, y, scale = torch.randn(8, 4), torch.randn(8, 4), torch.randn(8, 1)
     pipe = scaled_pipe(nn.Sequential(Scaled(), Scaled()))
-    words = r"stage_kwargs\[0\]\['info'\].* holds tensors .* cannot cut .*pass kwargs_chunk_spec=\{'info': None\}"
+    words = r"stage_kwargs\[0\]\['info'\].* contains tensors .* cannot cut .*pass kwargs_chunk_spec=\{'info': None\}"
     with pytest.raises(sl.StagelineError, match=words):
         pipe.step(x, y, stage_kwargs={0: {"info": kind(scale)}})
-    with pytest.raises(sl.StagelineError, match=r"the targets\[1\].* holds tensors|the targets\[1\]\[1\].* holds"):
+    with pytest.raises(
+        sl.StagelineError, match=r"the targets\[1\].* contains tensors|the targets\[1\]\[1\].* contains"
+    ):
         pipe.step(x, (y, kind(scale)))
-    with pytest.raises(sl.StagelineError, match=r"the inputs\[1\].* holds tensors|the inputs\[1\]\[1\].* holds"):
+    with pytest.raises(sl.StagelineError, match=r"the inputs\[1\].* contains tensors|the inputs\[1\]\[1\].* contains"):
         pipe.step((x, kind(scale)), y)
     assert all(grad is None for grad in gradients(pipe.model).values())
 
@@ -247,7 +249,7 @@ def test_an_object_whose_code_reads_tensors_is_refused_by_name(value: Any) -> No
     """Every microbatch would read all rows of a global, of an attribute of a class or behind a weak reference."""
     x, y = torch.randn(8, 4), torch.randn(8, 4)
     pipe = scaled_pipe(nn.Sequential(Scaled(), Scaled()))
-    words = r"stage_kwargs\[0\]\['info'\].* holds tensors .* cannot cut .*pass kwargs_chunk_spec=\{'info': None\}"
+    words = r"stage_kwargs\[0\]\['info'\].* contains tensors .* cannot cut .*pass kwargs_chunk_spec=\{'info': None\}"
     with pytest.raises(sl.StagelineError, match=words):
         pipe.step(x, y, stage_kwargs={0: {"info": value}})
     assert all(grad is None for grad in gradients(pipe.model).values())
@@ -296,7 +298,7 @@ def test_tensors_that_are_not_dense_are_refused_by_name() -> None:
     for value in (torch.eye(8).to_sparse(), torch.nested.nested_tensor([torch.ones(2)] * 8, layout=torch.jagged)):
         with pytest.raises(sl.StagelineError, match=r"is a (nested|sparse_coo) tensor, which cannot be cut"):
             pipe.step(x, y, stage_kwargs={0: {"info": value}})
-        with pytest.raises(sl.StagelineError, match=r"the inputs hold a (nested|sparse_coo) tensor"):
+        with pytest.raises(sl.StagelineError, match=r"the inputs contain a (nested|sparse_coo) tensor"):
             pipe.step(value, y)
 
 
@@ -460,7 +462,7 @@ def test_chunk_specs_on_processes() -> None:
     assert torch.equal(outputs, expected)
     for words in (errors, other):
         assert len(words) == 2
-        assert "the chunk spec of the inputs has 3 parts, and the value has 2" in words[0]
+        assert "the chunk spec of the inputs has 3 parts, but the value has 2" in words[0]
         assert "the chunk specs" in words[1]
 
 
@@ -538,12 +540,15 @@ def test_specs_that_do_not_fit_are_refused_in_words() -> None:
         (lambda: pipe(args_chunk_spec=TensorChunkSpec(2)).step(x, y), r"shape \(6, 4\).* along dimension 2"),
         (lambda: pipe(args_chunk_spec=(cut, cut)).step(x, y), "the chunk spec of the inputs is a tuple"),
         (lambda: pipe(args_chunk_spec=(cut,)).step(x, y), "4 samples of inputs and 6 of targets"),
-        (lambda: pipe(args_chunk_spec=(cut, cut)).step((x,), y), "has 2 parts, and the value has 1"),
+        (lambda: pipe(args_chunk_spec=(cut, cut)).step((x,), y), "has 2 parts, but the value has 1"),
         (lambda: pipe(args_chunk_spec=cut).step((x, 3), y), r"the inputs\[1\] is 3, .* only tensors can be cut"),
-        (lambda: pipe(args_chunk_spec=(whole,), targets_chunk_spec=(whole,)).step(x, (y,)), "nothing to cut into 2"),
-        (lambda: pipe(args_chunk_spec=cut).predict(x), "pass the Pipeline output_merge_spec="),
+        (
+            lambda: pipe(args_chunk_spec=(whole,), targets_chunk_spec=(whole,)).step(x, (y,)),
+            "nothing can be cut into 2",
+        ),
+        (lambda: pipe(args_chunk_spec=cut).predict(x), "pass output_merge_spec= to the Pipeline"),
         (lambda: pipe(output_merge_spec=(whole,)).predict(x), "the chunk spec of the outputs is a tuple"),
-        (lambda: pipe(output_merge_spec=TensorChunkSpec(3)).predict(x), "says dimension 3, and an output is of shape"),
+        (lambda: pipe(output_merge_spec=TensorChunkSpec(3)).predict(x), "has dimension 3, but an output is of shape"),
     ]
     for mistake, words in mistakes:
         with pytest.raises(sl.StagelineError, match=words):
@@ -623,7 +628,7 @@ def test_functions_with_weights_are_refused_by_name() -> None:
         (reads_global, "the function reads_global, which uses the parameter weight of a Linear"),
         (calls_one, "the parameter weight of a Linear"),
         (nn.ReLU, r"layer 1 is the class ReLU, not a layer; pass an instance: ReLU\(…\)"),
-        (lambda: nn.ReLU(), "takes no input, and the list also has layers"),
+        (lambda: nn.ReLU(), "takes no input, but the list also contains layers"),
     ]
     for function, words in mistakes:
         with pytest.raises(sl.StagelineError, match=words):

@@ -237,7 +237,7 @@ def test_what_cannot_be_computed_is_refused() -> None:
     with pytest.raises(sl.StagelineError, match=r"requires grad and comes from a graph"):
         pipe.step(x, y, stage_kwargs={1: {"shift": shift * 2}})
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-    with pytest.raises(sl.StagelineError, match="inputs of a run require grad"):
+    with pytest.raises(sl.StagelineError, match="the inputs require grad, but a run reads"):
         list(pipe.run([(shift, y)], optimizer=optimizer))
 
 
@@ -274,7 +274,7 @@ def on_processes(rank: int) -> list[bool]:
     leaf = x.detach().requires_grad_()
     replicated.step(leaf, y)
     assert leaf.grad is not None
-    with pytest.raises(sl.StagelineError, match="come from a graph, and there are 2 replicas"):
+    with pytest.raises(sl.StagelineError, match="come from a graph, but with 2 replicas"):
         replicated.step(leaf * 2, y)
     return got
 

@@ -459,7 +459,7 @@ def test_invalid_runs_are_refused_and_change_nothing() -> None:
         ([(x, None)], "the targets are None"),
         ([(x, y[:2])], "12 samples of inputs and 2 of targets"),
         ([{"inputs": x, "target": y}], r"'target' \(did you mean 'targets'\?\)"),
-        ([{"inputs": x, "targets": y, "count": 3}], "count=3 is for loss_reduction='count'"),
+        ([{"inputs": x, "targets": y, "count": 3}], "count=3 requires loss_reduction='count'"),
     ]:
         with pytest.raises(sl.StagelineError, match=message):
             list(pipe.run(wrong, optimizer=optimizer))
@@ -549,7 +549,7 @@ def test_processes_report_failures_alike_and_keep_the_parameters_of_the_previous
         lookup = "LookupError: no more of these"
         elsewhere = f"PipelineError: the batches of rank 1 failed at step 3: {lookup}"
         assert errors[4] == (lookup if rank == 1 else elsewhere)
-        assert errors[5].startswith("PipelineError: rank 2 has no batch for step 2, and rank 0 has one: pass the same")
+        assert errors[5].startswith("PipelineError: rank 2 has no batch for step 2, but rank 0 has one; pass the same")
         assert len(errors) == 6
 
 

@@ -207,7 +207,7 @@ def test_gradients_that_were_not_finite_before_the_step_are_not_blamed_on_it() -
     pipe.step(*batch())
     model[6].weight.grad.fill_(float("nan"))
     message = fails(pipe, model, lambda: pipe.step(*batch()))
-    assert "in a gradient that stage 1 had before this step: call zero_grad()" in message
+    assert "in a gradient that stage 1 already had before this step; call zero_grad()" in message
 
 
 def test_a_loss_scale_and_the_option_let_gradients_pass() -> None:

@@ -326,7 +326,7 @@ def test_a_killed_writer_is_named_by_the_first(tmp_path: Path, fork_server: Fork
     assert start(1, (0, 1, 2), 60.0) == ["done"] * 3
     assert start(2, (2,), 60.0) == ["done"]
     outputs = start(2, (0,), 0.3)
-    assert outputs[0].startswith("the checkpoint of step 2 is not saved: writer 1 of 3 did not finish")
+    assert outputs[0].startswith("the checkpoint of step 2 was not saved: writer 1 of 3 did not finish")
     assert "shares this folder" in outputs[0]
     assert [path.name for path in published(folder)] == ["step-00000001"]
     assert not list(folder.glob("*.partial"))
@@ -350,7 +350,7 @@ def test_attempts_never_mix(tmp_path: Path) -> None:
         again.save(6, {}, attempt="third")
         again.wait()
         again.save(6, {}, attempt="third")
-        with pytest.raises(CheckpointError, match="never used before"):
+        with pytest.raises(CheckpointError, match="pass a new attempt="):
             again.wait()
 
 
@@ -359,7 +359,7 @@ def test_one_step_is_replaced_and_a_reader_of_the_old_one_is_told(tmp_path: Path
     old = open_checkpoint(tmp_path / "step-00000001")
     with Writer(tmp_path) as writer:
         writer.save(1, {name: tensor + 1 for name, tensor in process.model(1).items()})
-    with pytest.raises(CheckpointError, match="was replaced while it was read"):
+    with pytest.raises(CheckpointError, match="was replaced while it was being read"):
         old.read_model()
     old.close()
     with whole(tmp_path) as checkpoint:
@@ -397,16 +397,16 @@ def pipe(path: Path) -> None:
 
 MODEL, INDEX = "model-00001-of-00002.safetensors", "model.safetensors.index.json"
 DAMAGES: dict[str, tuple[str, Callable[[Path], object], str, str]] = {
-    "flipped": (MODEL, flip, "checksum", "contents differ from what was written"),
-    "flipped in the header": (MODEL, lambda path: flip(path, 0.1), "checksum", "contents differ from what was written"),
-    "flipped in the manifest": ("manifest.json", flip, "manifest", "was changed after it was written"),
+    "flipped": (MODEL, flip, "checksum", "checksum mismatch"),
+    "flipped in the header": (MODEL, lambda path: flip(path, 0.1), "checksum", "checksum mismatch"),
+    "flipped in the manifest": ("manifest.json", flip, "manifest", "was modified after it was written"),
     "truncated": (MODEL, truncate, "size", "bytes, expected"),
     "truncated manifest": ("manifest.json", truncate, "manifest", ""),
     "missing": ("config.json", Path.unlink, "missing", "is missing"),
     "missing manifest": ("manifest.json", Path.unlink, "missing", "is missing"),
     "swapped": (MODEL, lambda path: exchange(path, path.with_name(INDEX)), "size", "bytes, expected"),
     "exchanged with an earlier one": (
-        MODEL, lambda path: exchange(path, path.parent.parent / "step-00000001" / path.name), "checksum", "differ"
+        MODEL, lambda path: exchange(path, path.parent.parent / "step-00000001" / path.name), "checksum", "mismatch"
     ),
     "another's manifest": (
         "manifest.json", lambda path: shutil.copy(path.parent.parent / "step-00000001" / path.name, path), "manifest",
@@ -490,11 +490,11 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "a list": (b"[]", "expected an object, got []"),
     "another": (b'{"format": "x"}', "'format' is 'x'"),
     "newer": (lambda data: data.update(version=2), "version 2 of the manifest format is not supported"),
-    "absolute": (point_at("/etc/passwd"), "'/etc/passwd' lies outside of its folder; refused"),
-    "above": (point_at("../latest"), "outside of its folder"),
-    "dots": (point_at(".."), "outside of its folder"),
-    "backslash": (point_at("..\\latest"), "outside of its folder"),
-    "nul": (point_at("a\0b"), "outside of its folder"),
+    "absolute": (point_at("/etc/passwd"), "'/etc/passwd' is outside its folder; refused"),
+    "above": (point_at("../latest"), "outside its folder"),
+    "dots": (point_at(".."), "outside its folder"),
+    "backslash": (point_at("..\\latest"), "outside its folder"),
+    "nul": (point_at("a\0b"), "outside its folder"),
     "no files": (lambda data: data.update(files=[]), "'files' must be an object, got []"),
     "no file": (lambda data: data["files"].update({"config.json": 3}), "must be an object"),
     "bytes": (lambda data: data["files"]["config.json"].update(bytes=-1), "must be an integer from 0"),
@@ -507,7 +507,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "no time": (lambda data: data.update(written=float("nan")), "'written' must be a number"),
     "writers": (lambda data: data["world"].update(writers="many"), "world.writers must be an integer, got 'many'"),
     "tensor": (lambda data: data["model"].update(x=None), "must be an object"),
-    "no such file": (lambda data: data["model"]["head.bias"].update(file="x"), "not a file of the checkpoint"),
+    "no such file": (lambda data: data["model"]["head.bias"].update(file="x"), "not a file of this checkpoint"),
     "dtype": (lambda data: data["model"]["head.bias"].update(dtype="x"), "expected one of float64"),
     "shape": (lambda data: data["model"]["head.bias"].update(shape=[-1]), "must be an integer"),
     "dimensions": (lambda data: data["model"]["head.bias"].update(shape=[1] * 99), "at most 64"),
@@ -533,7 +533,7 @@ def test_a_manifest_that_lies_about_its_tensors_is_refused(tmp_path: Path) -> No
     save_steps(tmp_path, 1)
     path = tmp_path / "step-00000001/manifest.json"
     changed(path, lambda data: data["model"]["head.bias"].update(shape=[9, 17]))
-    with pytest.raises(CheckpointError, match=r"holds 'head.bias' as float32 of \(17, 9\), but its manifest says"):
+    with pytest.raises(CheckpointError, match=r"stores 'head.bias' as float32 of \(17, 9\), but its manifest says"):
         open_checkpoint(path.parent).read_model(["head.bias"])
     changed(path, lambda data: data["model"].update(x=data["model"]["head.bias"]))
     with pytest.raises(CheckpointError, match=r"cannot read .*safetensors: .*x"):
@@ -548,7 +548,7 @@ def test_a_full_disk_is_named_and_what_was_there_stays(tmp_path: Path, fork_serv
     save_steps(folder, 1)
     child = fork_server.start(SCRIPT, "meet_a_limit", [str(folder), str(log), 20_000], log=tmp_path / "log")
     assert child.wait(300) == 0, (tmp_path / "log").read_text()
-    assert "the checkpoint of step 2 is not saved: cannot write " in log.read_text()
+    assert "the checkpoint of step 2 was not saved: cannot write " in log.read_text()
     assert ".partial/model-00000-00000.safetensors: File too large" in log.read_text()
     assert {path.name for path in folder.iterdir()} == {"latest", "step-00000001", "step-00000004"}
     for path in published(folder):
@@ -612,15 +612,15 @@ def test_a_folder_that_goes_away_is_said(tmp_path: Path) -> None:
         ({"step": -1}, "a step must be an integer >= 0, got -1"),
         ({"step": 1.0}, "a step must be an integer"),
         ({"model": {"w": 3}}, "'w' is 3, expected a tensor"),
-        ({"model": {"w": torch.ones(2, device="meta")}}, "'w' is on the meta device and has no values"),
-        ({"model": {"w": torch.ones(2).to_sparse()}}, "which safetensors cannot hold"),
-        ({"model": {"w": torch.ones(2, dtype=torch.complex128)}}, "torch.complex128, which safetensors cannot hold"),
-        ({"model": {"__metadata__": torch.ones(2)}}, "a parameter is called '__metadata__'"),
+        ({"model": {"w": torch.ones(2, device="meta")}}, "'w' is on the meta device and has no data"),
+        ({"model": {"w": torch.ones(2).to_sparse()}}, "which safetensors cannot store"),
+        ({"model": {"w": torch.ones(2, dtype=torch.complex128)}}, "torch.complex128, which safetensors cannot store"),
+        ({"model": {"__metadata__": torch.ones(2)}}, "the name of a parameter is '__metadata__'"),
         ({"optimizer": {"w": {"a/b": torch.ones(2)}}}, "expected a name without a /"),
         ({"state": {"seed": torch.ones(2)}}, r"state\['seed'\] is tensor"),
-        ({"state": {1: 2}}, "state is {1: 2}, which JSON cannot hold"),
-        ({"assets": {"../config.json": b""}}, "outside of its folder"),
-        ({"assets": {"manifest.json": b""}}, "a name that the checkpoint itself uses"),
+        ({"state": {1: 2}}, "state is {1: 2}, which JSON cannot represent"),
+        ({"assets": {"../config.json": b""}}, "outside its folder"),
+        ({"assets": {"manifest.json": b""}}, "reserved for the checkpoint itself"),
         ({"assets": {"config.json": "{}"}}, "expected its bytes"),
     ],
 )
@@ -639,7 +639,7 @@ def test_several_writers_must_agree(tmp_path: Path) -> None:
             first.save(1, {})
         second.save(1, {"w": torch.ones(2)}, attempt="x")
         first.save(1, {"w": torch.ones(2)}, attempt="x")
-        with pytest.raises(CheckpointError, match="the parameter 'w' comes from writers 0 and 1"):
+        with pytest.raises(CheckpointError, match="the parameter 'w' was passed to writers 0 and 1"):
             first.wait()
     assert published(tmp_path) == []
 
@@ -755,10 +755,10 @@ def test_checkpoints_are_listed_verified_and_converted(tmp_path: Path, capsys: C
         ("verify step-00000001", "step-00000001 is not a checkpoint: it does not exist"),
         ("list .", "has no checkpoints"),
         ("convert c out --dtype bfloat", "did you mean 'bfloat16'"),
-        ("convert c out --max-shard-size lots", "takes a size, like 24GiB or 10G; got 'lots'"),
+        ("convert c out --max-shard-size lots", "must be a size, like 24GiB or 10G; got 'lots'"),
         ("convert c out --format zip", "zip"),
-        ("convert c c", "c exists and is not overwritten"),
-        ("convert c a.safetensors --format stageline", "a checkpoint is a folder"),
+        ("convert c c", "c already exists and is not overwritten"),
+        ("convert c a.safetensors --format stageline", "a checkpoint is written as a folder"),
         ("convert d/step-00000001 out", "config.json: is missing; see stageline checkpoint verify"),
     ],
 )

@@ -127,7 +127,7 @@ def test_checkpoints_of_torch_are_written_and_read(tmp_path: Path, capsys: Captu
         words = ["checkpoint", "convert", str(folder), str(back), "--format", "stageline"]
         capsys.readouterr()
         assert run(words) == 2
-        assert "can run code; if you trust whoever wrote it, add --trust-pickle" in capsys.readouterr().err
+        assert "can execute arbitrary code; if you trust its source, pass --trust-pickle" in capsys.readouterr().err
         assert run([*words, "--trust-pickle"]) == 0
         with open_checkpoint(back) as checkpoint:
             assert checkpoint.verify() == []

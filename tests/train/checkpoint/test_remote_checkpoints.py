@@ -129,5 +129,5 @@ def test_hosts_without_a_shared_folder_train_and_resume(store: str, tmp_path: Pa
     # Others take over: nothing but the store is left of the first start.
     second = sl.launch(train, [*settings, "training.steps=4"], str(tmp_path / "spares"), processes=2)
     assert second[0] == whole
-    with pytest.raises(sl.StagelineError, match=r"belongs to a run of another configuration: training.seed"):
+    with pytest.raises(sl.StagelineError, match=r"belongs to a run with another configuration: training.seed"):
         train([*settings, "training.steps=4", "training.seed=7"], str(tmp_path / "other"))

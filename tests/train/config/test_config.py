@@ -222,7 +222,7 @@ def test_the_last_setting_wins_over_earlier_ones_over_the_file_over_defaults(tmp
         ("training.global-batch-size=1", "did you mean training.global_batch_size?"),
         ("qqqqqq=1", "unknown option qqqqqq"),
         ("training.dtype=bfloat6", "must be one of float32, bfloat16, got \"bfloat6\" (did you mean 'bfloat16'?)"),
-        ("=1", "names no option; write section.name=value"),
+        ("=1", "does not name an option; write section.name=value"),
         ("--training.steps", "--training.steps has no value; write --training.steps=800"),
         ("--training.stps=3", "unknown option --training.stps; did you mean --training.steps?"),
         ("training.steps", "training.steps has no value; write training.steps=800"),
@@ -243,7 +243,7 @@ def test_wrong_settings_are_refused_with_a_suggestion(setting: str, message: str
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("steps = 5\n", "steps = 5 is outside any section; did you mean training.steps?"),
+        ("steps = 5\n", "steps = 5 is not in a section; did you mean training.steps?"),
         (
             "[trainin]\nsteps = 5\n",
             "unknown section [trainin] (did you mean 'training'?); the sections are job, model,",
@@ -329,7 +329,7 @@ def test_plain_data_of_older_and_newer_versions() -> None:
         from_dict({"training": {"warp": 9, "steps": 5}, "warp": {"speed": 9}})
     with pytest.raises(sl.StagelineError, match="training is a section, not an option"):
         from_dict({"training": 5})
-    with pytest.raises(sl.StagelineError, match="is a dict of sections, got 5"):
+    with pytest.raises(sl.StagelineError, match="must be a dict of sections, got 5"):
         from_dict(5)  # type: ignore[arg-type]
     with pytest.raises(sl.StagelineError, match=r'training\.steps must be an integer >= 1, got "5"'):
         from_dict({"training": {"steps": "5"}})
@@ -370,9 +370,9 @@ def test_a_hub_that_cannot_be_reached_is_one_fast_error(
         ("model.tokenizer_path=byts", "use a tokenizer.json, or auto, bytes, python (did you mean 'bytes'?)"),
         ("training.dataset=pyton", "one of python, text, memmap, dataset (did you mean 'python'?)"),
         ("training.dataset=text", "training.dataset_path is empty; set it"),
-        ("training.dataset=text training.dataset_path=here.txt,there.txt", 'names "there.txt", which does not exist'),
+        ("training.dataset=text training.dataset_path=here.txt,there.txt", '"there.txt", which does not exist'),
         ("training.dataset_path=here.txt", "set training.dataset to text, memmap or dataset"),
-        ("validation.dataset_path=there.txt", 'validation.dataset_path names "there.txt"'),
+        ("validation.dataset_path=there.txt", 'validation.dataset_path contains "there.txt"'),
         ("validation.dataset_path=here.txt validation.enable=false", "enable validation, or remove the path"),
         ("training.loss=mae", "one of cross_entropy, weighted_cross_entropy, mse, own (did you mean 'mse'?)"),
         ("training.loss=weighted_cross_entropy", "training.loss_weights is empty; set one weight per class"),
@@ -387,14 +387,14 @@ def test_a_hub_that_cannot_be_reached_is_one_fast_error(
         ("activation_checkpoint.mode=selective", "for example activation_checkpoint.modules=blocks.*.mlp"),
         ("activation_checkpoint.modules=head", "mode is none; use selective, or remove the modules"),
         ("parallelism.pipeline_parallel_schedule=zb-w", "no schedule family is named 'zb-w' (did you mean 'zb-v'?)"),
-        ("parallelism.pipeline_parallel_schedule=forward-only", "which is for inference; use a family that trains"),
+        ("parallelism.pipeline_parallel_schedule=forward-only", "for inference only; use a family that trains"),
         ("parallelism.pipeline_parallel_schedule=dualpipe training.local_batch_size=8 "
          "parallelism.pipeline_parallel_degree=4", "got 4; nearest: 8"),
         ("parallelism.pipeline_parallel_schedule=1f1b parallelism.pipeline_parallel_chunks=2",
-         "is 1f1b, which has no such choice; use 0, or a family with chunks"),
+         "is 1f1b, which has no option for chunks; use 0, or a family with chunks"),
         ("parallelism.pipeline_parallel_schedule_csv=there.csv", "cannot read there.csv: No such file"),
         ("parallelism.pipeline_parallel_schedule_csv=1f1b.csv parallelism.pipeline_parallel_schedule=gpipe",
-         "parallelism.pipeline_parallel_schedule is gpipe; set one of them"),
+         "parallelism.pipeline_parallel_schedule is gpipe; set only one of them"),
         ("parallelism.pipeline_parallel_schedule_csv=1f1b.csv parallelism.pipeline_parallel_degree=2",
          "a schedule for 4 ranks, but parallelism.pipeline_parallel_degree is 2; use 4"),
         ("parallelism.pipeline_parallel_schedule_csv=1f1b.csv training.local_batch_size=8",

@@ -94,9 +94,9 @@ def test_what_nobody_set_yields_to_another_rest() -> None:
 def test_two_rests_are_refused(other: str, replicas: int) -> None:
     config = Config.read(None, f"{other}=-1", f"{REPLICAS}={replicas}")
     (error,) = find_errors(config)
-    assert "are both the rest (-1), and only one can be" in error
+    assert "are both -1 (the rest), but only one can be" in error
     assert {other, REPLICAS} <= set(error.split())
-    with pytest.raises(sl.StagelineError, match="both the rest"):
+    with pytest.raises(sl.StagelineError, match=r"both -1 \(the rest\)"):
         find_job_layout_quietly(config)
 
 
@@ -141,7 +141,7 @@ def test_a_product_that_is_not_the_number_of_processes_is_refused_with_the_numbe
     with pytest.raises(sl.StagelineError) as caught:
         find_job_layout(config)
     assert str(caught.value) == (
-        f"{PIPELINE} 4 × data_parallel_replicate_degree 2 need 8 processes, and 6 were started; start 8, or set the "
+        f"{PIPELINE} 4 × data_parallel_replicate_degree 2 need 8 processes, but 6 were started; start 8, or set the "
         "degrees so that their product is 6"
     )
     for settings, shown in (
@@ -155,7 +155,7 @@ def test_a_product_that_is_not_the_number_of_processes_is_refused_with_the_numbe
         with pytest.raises(sl.StagelineError) as caught:
             find_job_layout(Config.read(None, *settings))
         assert shown in str(caught.value)
-        assert "and 6 were started" in str(caught.value)
+        assert "but 6 were started" in str(caught.value)
 
 
 def test_zero_replicas_are_the_rest_and_deprecated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +199,7 @@ def no_plan() -> nn.Module:
 def test_tensor_parallel_shares_the_samples_of_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config.read(None, f"{TENSOR}=2", f"{PIPELINE}=2", f"{SHARDS}=2")
     preflight(config)
-    with pytest.raises(sl.StagelineError, match=f"{TENSOR} is 2, and parts of a layer are processes: set "):
+    with pytest.raises(sl.StagelineError, match=f"{TENSOR} is 2, but parts of a layer must be processes: set "):
         find_job_layout(Config.read(None, f"{TENSOR}=2"))
     started(monkeypatch, 8)
     layout = find_job_layout(config)
@@ -212,13 +212,15 @@ def test_tensor_parallel_shares_the_samples_of_a_replica(monkeypatch: pytest.Mon
 
 def test_a_model_without_a_plan_cannot_be_cut() -> None:
     config = Config.read(None, f"{TENSOR}=2", f"model.name={__name__}:no_plan")
-    with pytest.raises(sl.StagelineError, match=f"{TENSOR} is 2, and Sequential has no tp_plan, .*; give it one"):
+    with pytest.raises(sl.StagelineError, match=f"{TENSOR} is 2, and Sequential has no tp_plan, .*; add one"):
         preflight(config)
 
 
 def test_shards_are_replicas_with_samples_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config.read(None, f"{PIPELINE}=2", f"{SHARDS}=2")
-    with pytest.raises(sl.StagelineError, match=r"shards are processes: .* start 4 with stageline launch or torchrun"):
+    with pytest.raises(
+        sl.StagelineError, match=r"shards must be processes: .* start 4 with stageline launch or torchrun"
+    ):
         find_job_layout(config)
     started(monkeypatch, 8)
     layout = find_job_layout(config)

@@ -45,7 +45,7 @@ def test_one_gpu_has_one_rank_and_the_job_says_so(gpus: pytest.MonkeyPatch) -> N
     layout = find_job_layout(Config())
     assert (layout.ranks, str(layout.device), str(layout)) == (1, "cuda:0", "1 rank on cuda:0")
     note = note_on_gpus(Config(), layout)
-    assert "one rank uses the one GPU" in note
+    assert "one rank uses the only GPU" in note
     assert "parallelism.pipeline_parallel_degree" in note
     assert "\n" not in note
 

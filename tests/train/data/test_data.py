@@ -45,7 +45,7 @@ def test_the_embedded_data_is_a_few_megabytes_and_always_the_same() -> None:
 
 def test_a_python_without_its_source_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    with pytest.raises(StagelineError, match=rf"not in {tmp_path}; use your own text"):
+    with pytest.raises(StagelineError, match=rf"not in {tmp_path}; set training.dataset to text"):
         open_data(Config())
 
 
@@ -297,7 +297,7 @@ def test_tokens_outside_of_the_vocabulary_are_found_when_they_are_read() -> None
     loader.samples(0, 194)
     with pytest.raises(
         StagelineError,
-        match=r"t\.bin has the token 300 at position 777, but the largest token of the vocabulary is 299",
+        match=r"t\.bin has the token 300 at position 777, but the largest token in the vocabulary is 299",
     ):
         loader.samples(0, 200)
     config.model.vocab_size = 301

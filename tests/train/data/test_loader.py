@@ -163,7 +163,7 @@ def test_batches_that_do_not_fit_are_refused_with_the_nearest_that_do() -> None:
 
 def test_a_checkpoint_with_another_seed_is_refused() -> None:
     state = Loader(counting(5), batch=2, seed=1).state_dict(4)
-    with pytest.raises(StagelineError, match=r"training\.seed 1 .* the seed is 2 now"):
+    with pytest.raises(StagelineError, match=r"training\.seed 1 .* it is now 2"):
         Loader(counting(5), batch=2, seed=2).load_state_dict(state)
     with pytest.raises(StagelineError, match=r"data position of the checkpoint.*got None"):
         Loader(counting(5), batch=2, seed=1).load_state_dict({})

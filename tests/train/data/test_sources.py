@@ -345,5 +345,5 @@ def test_a_changed_file_of_tokens_is_found_out(size: int) -> None:
         check_same(saved, open_data(config).train)
     config.training.dataset_dtype = "uint8"
     tokens.tofile("t.bin")
-    with pytest.raises(StagelineError, match="is not the data of the checkpoint"):
+    with pytest.raises(StagelineError, match="is not the data that the checkpoint was trained on"):
         check_same(saved, open_data(config).train)

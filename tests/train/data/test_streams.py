@@ -162,7 +162,7 @@ def test_a_resumed_stream_is_given_its_epoch() -> None:
 def test_streams_that_end_say_after_how_many_samples() -> None:
     with pytest.raises(StagelineError, match="mine has no samples: the iterable is empty"):
         Stream([], name="mine").take(0, 1)
-    with pytest.raises(StagelineError, match="mine ended after 10 samples and gave none when iterated again"):
+    with pytest.raises(StagelineError, match="mine ended after 10 samples and returned none when iterated again"):
         Stream(iter(Numbers()), name="mine").take(0, 11)
 
     class Short(Seeking):

@@ -64,7 +64,7 @@ class GraphBackend:
             raise
         except Exception as error:  # torch's compilers fail in any way
             reason = f"{type(error).__name__}: {_first_line(error)}"
-            unit.reports = [f"{unit.place} is not compiled, and runs as it is: torch failed with {reason}"]
+            unit.reports = [f"{unit.place} runs without compilation: torch failed with {reason}"]
         for report in unit.reports:
             self._report_once(report)
         return compiled

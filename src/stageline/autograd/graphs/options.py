@@ -39,7 +39,7 @@ def compile_options(option: Compile, *, split: bool) -> dict[str, Any] | None:
     """
     if not isinstance(option, bool | str | Mapping):
         raise StagelineError(
-            f"compile is True, the name of a backend or a dict of torch.compile's keyword arguments, "
+            "compile is True, the name of a backend or a dict of torch.compile's keyword arguments, "
             f"got {shorten(option)}"
         )
     if option is False:
@@ -59,7 +59,7 @@ def _check(option: Compile, options: Mapping[str, Any]) -> None:
             torch.compile(lambda: None, **options)  # checks its arguments at once, and compiles nothing before a call
     except Exception as error:  # TypeError, RuntimeError or an exception of torch's compiler
         reason = next(iter(str(error).splitlines()), "")
-        raise StagelineError(f"compile={shorten(option)} is nothing that torch.compile takes: {reason}") from error
+        raise StagelineError(f"compile={shorten(option)} is not accepted by torch.compile: {reason}") from error
 
 
 def allow_forms(modules: Iterable[nn.Module]) -> None:

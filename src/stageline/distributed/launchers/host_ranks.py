@@ -48,7 +48,7 @@ class HostLauncher:
         secret = job_secret({**os.environ, **job.environment})
         if not secret:
             raise StagelineError(
-                "launchers of several hosts need a secret to trust each other: set STAGELINE_SECRET or "
+                "the launchers of several hosts need a shared secret; set STAGELINE_SECRET or "
                 "STAGELINE_SECRET_FILE to the same secret on all hosts (openssl rand -hex 32)"
             )
         _check_ports(job, self._place)
@@ -70,7 +70,9 @@ class HostLauncher:
             network.meet()
             self.ranks = seats = sum(entry.ranks for entry in network.table.values())
             if not seats:
-                raise StagelineError("no host of this job has ranks: all were started with -n 0")
+                raise StagelineError(
+                    "no host of this job has ranks: all were started with -n 0; start at least one with -n 1 or more"
+                )
             with host_memory(seats if job.recovery.enabled else 0) as paths:
                 network.memory = StateMemory(paths)
                 ranks = HostRanks(job, folder, server, self._logs, self._patience, network, store, paths)
@@ -197,7 +199,9 @@ class HostRanks(Ranks):
             return
         self._disagree_since = self._disagree_since or time.monotonic()
         if time.monotonic() - self._disagree_since > network.place.timeout:
-            raise StagelineError(f"host {network.number} cannot reach host {min(leaders)}, which leads the others")
+            raise StagelineError(
+                f"host {network.number} cannot reach host {min(leaders)}, which coordinates the others"
+            )
 
     def _results(self) -> list[Outcome]:
         culprit = self._order["result"]

@@ -64,7 +64,7 @@ class HostPlace:
                 f"--node-rank must be from 0 to {max(self.count, 1) - 1} for --nnodes {self.count}; got {self.number}"
             )
         if not self.address:
-            raise StagelineError("several hosts need --master-addr, an address of the host with --node-rank 0")
+            raise StagelineError("--nnodes above 1 requires --master-addr, an address of the host with --node-rank 0")
         if not 0 < self.port < 65536:
             raise StagelineError(f"--master-port must be a port from 1 to 65535; got {self.port}")
 
@@ -269,7 +269,7 @@ class HostNetwork:
         ):
             return ""
         names = ", ".join(f"host {number} ({self._name(number)})" for number in missing)
-        return f"{names} cannot be reached from host {self.number}, and a job continues only where most hosts are"
+        return f"{names} cannot be reached from host {self.number}, and a job needs most of its hosts to continue"
 
     def _name(self, number: int) -> str:
         return self.table[number].address if number in self.table else "unknown"
@@ -365,7 +365,7 @@ class HostNetwork:
             if (known.ranks, known.spares) != (facts["ranks"], facts["spares"]):
                 raise TrustError(f"it came back with other options; it had -n {known.ranks} --spares {known.spares}")
         elif number == self.number or known.id not in ("", facts["id"]):
-            raise TrustError(f"there is another launcher with --node-rank {number}")
+            raise TrustError(f"another launcher also has --node-rank {number}")
         return self._facts
 
     def _open(self, number: int) -> None:
@@ -479,5 +479,5 @@ def listen_anywhere(port: int = 0, *, besides: int = 0) -> socket.socket:
         with contextlib.suppress(OSError):
             return socket.create_server(("", candidate), family=family, backlog=1024, dualstack_ipv6=dual)
     if port:
-        raise StagelineError(f"this launcher cannot listen on --master-port {port}; another job may use that port")
+        raise StagelineError(f"this launcher cannot listen on --master-port {port}; another job may be using that port")
     raise StagelineError(f"all ports of STAGELINE_PORTS={ports[0]}-{ports[-1]} are in use: give each job its own range")

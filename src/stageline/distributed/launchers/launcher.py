@@ -99,7 +99,7 @@ def launch(
     if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
         raise StagelineError(f"processes must be the number of ranks, at least 1; got {shorten(processes)}")
     if not callable(function):
-        raise StagelineError(f"launch takes a function to call on every rank; got {shorten(function)}")
+        raise StagelineError(f"launch expects a function to call on every rank; got {shorten(function)}")
     if timeout is not None and not timeout > 0:
         raise StagelineError(f"timeout must be a number of seconds above 0, or None; got {shorten(timeout)}")
     variables = {str(name): str(value) for name, value in (environment or {}).items()}

@@ -154,8 +154,8 @@ def _refuse_too_many(processes: int) -> None:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus and processes > gpus:
         raise StagelineError(
-            f"{processes} ranks need {processes} GPUs, and this machine has {gpus}: start at most {gpus}, or set "
-            "CUDA_VISIBLE_DEVICES to an empty value to run on the CPU"
+            f"{processes} ranks need {processes} GPUs, but this machine has {gpus}; start at most {gpus} ranks, or "
+            "set CUDA_VISIBLE_DEVICES to an empty value to run on the CPU"
         )
 
 

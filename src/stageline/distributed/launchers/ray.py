@@ -149,8 +149,9 @@ class RayLauncher:
         if not group.wait(self._wait):
             self._refuse_too_many(processes)
             raise StagelineError(
-                f"the Ray cluster did not have {processes} free slots within {self._wait:g} s: other jobs use them, or "
-                f"the strategy {self._strategy} cannot place the ranks; wait for them, or start fewer ranks"
+                f"the Ray cluster did not have {processes} free slots within {self._wait:g} s: other jobs are using "
+                f"them, or the strategy {self._strategy} cannot place the ranks; wait until they are free, or start "
+                "fewer ranks"
             )
 
     @contextmanager
@@ -233,7 +234,7 @@ class _Ranks:
             elif kill_at is None and any(outcome.failure for outcome in self._outcomes):
                 kill_at = now + self._patience
             elif kill_at is not None and now > kill_at:
-                self._give_up("was ended, since another rank had failed")
+                self._give_up("was terminated because another rank failed")
         return sorted(self._outcomes, key=lambda outcome: outcome.moment)
 
     def _outcome(self, answer: Any) -> Outcome:

@@ -105,7 +105,7 @@ class Replacements:
         ended = tuple(seat for seat in range(self._seats) if seat not in running)
         action = self._choose([outcome.rank for outcome in lost], ended)
         if action is None:
-            self._give_up(f"{first}, and nothing of on_loss ({', '.join(self._policy.on_loss)}) is possible")
+            self._give_up(f"{first}, and no action in on_loss ({', '.join(self._policy.on_loss)}) is possible")
             return None
         ranks, spares = {seat: seat for seat in range(self._seats)}, dict[int, int]()
         if action == "spare":

@@ -32,8 +32,8 @@ def slurm_place(environment: Mapping[str, str]) -> dict[str, str]:
     missing = [name for name in names if not environment.get(name, "").isdecimal()]
     if missing or not tasks.isdecimal():
         raise StagelineError(
-            f"this is a task of a SLURM job step with {shorten(tasks)} tasks, and {(*missing, 'their number')[0]} is "
-            "not a whole number; start the ranks with srun or torchrun"
+            f"this is a task of a SLURM job step with {shorten(tasks)} tasks, but {(*missing, 'their number')[0]} is "
+            "not an integer; start the ranks with srun or torchrun"
         )
     hosts = host_names(environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", ""))
     per_node = tasks_per_node(
@@ -42,8 +42,8 @@ def slurm_place(environment: Mapping[str, str]) -> dict[str, str]:
     node = int(environment["SLURM_NODEID"])
     if not hosts or node >= len(per_node):
         raise StagelineError(
-            f"SLURM names {len(hosts)} hosts and tasks on {len(per_node)} of them, and this is a task on host {node}; "
-            "start the ranks with srun or torchrun"
+            f"SLURM lists {len(hosts)} hosts, and tasks on {len(per_node)} of them, but this is a task on host "
+            f"{node}; start the ranks with srun or torchrun"
         )
     ports = port_range(environment)
     job = int(environment.get("SLURM_JOB_ID", "0")) * 7 + int(environment["SLURM_STEP_ID"])
@@ -82,7 +82,7 @@ def _numbers(ranges: str, text: str) -> list[str]:
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
         if match is None or int(match[1]) > int(match[2] or match[1]):
             raise StagelineError(
-                f"the SLURM host list {shorten(text)} has {shorten(part)} in place of a range like 07-09"
+                f"the SLURM host list {shorten(text)} contains {shorten(part)}, expected a range like 07-09"
             )
         first, last = match[1], match[2] or match[1]
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]

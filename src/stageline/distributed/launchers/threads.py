@@ -24,7 +24,7 @@ class ThreadLauncher:
     def run(self, job: Job) -> list[Outcome]:
         """Run the job in this thread."""
         if job.timeout is not None:
-            raise StagelineError("the launcher threads runs the job in this process and cannot end it; use processes")
+            raise StagelineError("the launcher threads runs the job in this process and cannot stop it; use processes")
         try:
             with _variables({**job.environment, RANKS: str(job.processes)}):
                 return [Outcome(0, job.function(*job.arguments))]
@@ -39,7 +39,7 @@ def launched_ranks() -> int | None:
     """
     text = os.environ.get(RANKS, "")
     if text and not (text.isdecimal() and int(text) > 0):
-        raise StagelineError(f"{RANKS} is {text!r}, expected a whole number of ranks above 0")
+        raise StagelineError(f"{RANKS} is {text!r}, expected an integer number of ranks above 0")
     return int(text) if text else None
 
 

@@ -129,7 +129,7 @@ class Channel:
                     1 if isinstance(error, ControlError) else 3
                 )  # a reset may look like a refusal by the monitor
                 if refusals >= REFUSALS:
-                    self.gone = "the failure monitor is gone"
+                    self.gone = "the failure monitor has exited"
                     break
             except PROBLEMS:
                 refusals = 0

@@ -235,7 +235,9 @@ class MonitorClient:
                 lambda: self._complete or self._verdict is not None or self.lost is not None, timeout
             )
             if not decided:
-                raise ControlError(f"not all ranks connected within {timeout:g} s, and the monitor blames none of them")
+                raise ControlError(
+                    f"not all ranks connected within {timeout:g} s, but the monitor did not determine which one failed"
+                )
             return self._verdict
 
     def on_verdict(self, callback: Callable[[Verdict], None]) -> None:
@@ -518,8 +520,9 @@ class MonitorClient:
     def _give_up(self) -> None:
         """End the process: the job is lost, and the main thread hangs where nothing can interrupt it."""
         self._tell(
-            f"{self._name(self.rank)}: did not return from {describe(self.doing)} within {self.patience:g} s after the "
-            f"failure of {self._name(self.final.culprit) if self.final else 'another'}; this process is ended"
+            f"{self._name(self.rank)}: did not return from {describe(self.doing)} within {self.patience:g} s after "
+            f"the failure of {self._name(self.final.culprit) if self.final else 'another'}; terminating this "
+            "process"
         )
         for callback in list(self._on_end):
             self._call(callback, self.final)
@@ -547,8 +550,8 @@ class MonitorClient:
             self.lost = why
             self._changed.notify_all()
         self._tell(
-            f"{self._name(self.rank)}: warning: no control channel: {why}; training continues, but a rank that fails "
-            "shows only as a transport error of its neighbours"
+            f"{self._name(self.rank)}: warning: no control channel: {why}; training continues, but a failed rank "
+            "will show up only as transport errors on its neighbours"
         )
 
     def _close_at_exit(self) -> None:

@@ -136,8 +136,8 @@ class Description(Generic[M]):
         if unwritten_storages and unwritten == "refuse":
             names = ", ".join(group[0].label for storage, group in groups.items() if storage in unwritten_storages)
             raise StagelineError(
-                f"the constructor does not write all of {names}; initialise it there, or pass unwritten='zeros' if "
-                "weights are loaded afterwards"
+                f"the constructor does not initialise all of {names}; initialise them there, or pass "
+                "unwritten='zeros' if weights are loaded afterwards"
             )
 
         def draw(index: int, run: Callable[[], Any]) -> Any:
@@ -202,7 +202,7 @@ def _tensor_entries(model: nn.Module) -> list[_TensorEntry]:
                     entry.siblings += [] if kind or entry.is_registered else siblings
     for entry in entries.values():
         if is_lazy(entry.tensor) or entry.tensor.layout is not torch.strided:
-            raise StagelineError(f"cannot build {entry.label}: it has no shape yet or is not dense")
+            raise StagelineError(f"cannot build {entry.label}: its shape is not known yet, or it is not dense")
         if has_hooks(entry.tensor):
             raise StagelineError(f"cannot build {entry.label}: it has hooks; register them after building")
     return list(entries.values())

@@ -152,7 +152,7 @@ def partition(
     request = PartitionRequest(costs, ranks, chunks, placement, memory, caps, speed, names)
     problem = request.problem(pinned or {})
     if not 0 <= slack < math.inf:
-        raise StagelineError(f"slack is {slack!r}; pass a fraction >= 0, such as 0.05 for 5%")
+        raise StagelineError(f"slack must be a fraction >= 0, such as 0.05 for 5%, got {slack!r}")
     cut, exact, bound = _solve(problem, slack)
     if cut is None:
         raise _memory_error(request, problem, exact)

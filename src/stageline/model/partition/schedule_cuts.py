@@ -54,7 +54,7 @@ def cut_by_cost(costs: UnitCosts, stages: int, constraints: CutConstraints, even
     if stages % ranks:
         divisors = [count for count in range(1, stages + 1) if stages % count == 0]
         raise StagelineError(
-            f"{stages} stages cannot be spread evenly over {ranks} ranks; pass ranks={' or '.join(map(str, divisors))}"
+            f"{stages} stages do not fit evenly on {ranks} ranks; pass ranks={' or '.join(map(str, divisors))}"
         )
     return partition(
         costs.seconds, ranks, stages // ranks, constraints.placement or "loop", **_partition_options(costs, constraints)
@@ -144,9 +144,9 @@ def _shape(schedule: Schedule) -> tuple[int, int, str]:
     if pattern is not None and len(table) == 1:
         return ranks, schedule.stages // ranks, pattern
     raise StagelineError(
-        f"{schedule.name} places its stages on ranks as {shorten(table.tolist())}; cuts by cost support stages that "
-        "go round the ranks, down and up, or both ways on an even number of ranks; cut by='layers', or name the first "
-        "unit of each stage"
+        f"{schedule.name} places its stages on ranks as {shorten(table.tolist())}; cuts by cost support only stages "
+        "placed around the ranks, down and up, or in both directions on an even number of ranks; use by='layers', "
+        "or pass the first unit of each stage"
     )
 
 

@@ -123,10 +123,10 @@ class BoundaryValues:
             if name in changed_by_units:
                 continue
             if name.startswith(INPUT):
-                raise StagelineError(f"the forward modifies its {name} in place; let it work on a copy (x = x.clone())")
+                raise StagelineError(f"the forward modifies its {name} in place; make it use a copy (x = x.clone())")
             raise StagelineError(
-                f"the forward modifies value {name} in place outside of its units; let it work on a copy (x.clone()) "
-                "or move the change into a unit"
+                f"the forward modifies value {name} in place outside its units; make it use a copy (x.clone()), or "
+                "move the change into a unit"
             )
 
     def output(self, position: int, name: str) -> Any:
@@ -218,5 +218,5 @@ def check_arguments(frame: nn.Module, arrived: BoundaryValues) -> None:
         shown = f"({', '.join(names[:8])}{', …' if len(names) > 8 else ''})"
         raise StagelineError(
             f"the first stage cannot take its inputs: {error}; {type(frame).__name__} takes {shown}, but received "
-            f"{' and '.join(received) or 'nothing'}; a tuple is its arguments, a dict its keywords"
+            f"{' and '.join(received) or 'nothing'}; a tuple holds positional arguments, a dict keyword arguments"
         ) from error

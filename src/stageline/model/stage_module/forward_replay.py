@@ -160,10 +160,10 @@ class Replay:
         """Return the missing values in words, and what to do."""
         described = [self._describe_value(name) for name in sorted(names)]
         if any(name.startswith(PARAMETER) for name in names):
-            return f"{', '.join(described)}, which another stage holds; {GIVE_EXAMPLE} so that this stage holds it, too"
+            return f"{', '.join(described)}, which another stage holds; {GIVE_EXAMPLE} so that this stage holds it too"
         return (
-            f"{', '.join(described)}, which the earlier stages did not pass on: the forward takes a different "
-            "path from when it was first seen; split(…, everything=True) passes all values on"
+            f"{', '.join(described)}, which the earlier stages did not pass on: the forward takes a different path "
+            "than when it was recorded; split(…, everything=True) passes on all values"
         )
 
     def _describe_value(self, name: str) -> str:
@@ -199,8 +199,8 @@ class Replay:
         """Refuse to let the frame read an attribute in which a unit of another stage keeps a tensor."""
         if (path, attribute) in self.twins.kept.get(name, ()):
             raise KeptAttributeError(
-                f"the forward reads {'.'.join(filter(None, (name, path, attribute)))}, which {name} keeps of its "
-                "forward as an attribute, and another stage runs it; let it return it, too"
+                f"the forward reads {'.'.join(filter(None, (name, path, attribute)))}, which {name} stores as an "
+                "attribute in its forward, but another stage runs that; return the value as well"
             )
 
 
@@ -355,7 +355,7 @@ def _refuse_hooks(output: Any, name: str, outside: Callable[[], bool]) -> None:
 def _register_hook(tensor: Tensor, name: str, outside: Callable[[], bool], hook: Any) -> Any:
     if outside():
         raise StagelineError(
-            f"the forward registers a hook on the output of {name} outside of its units, and several stages run that; "
-            "call register_hook inside of a unit"
+            f"the forward registers a hook on the output of {name} outside of its units, and several stages run that "
+            "code; call register_hook inside a unit"
         )
     return Tensor.register_hook(tensor, hook)  # type: ignore[no-untyped-call]

@@ -102,7 +102,7 @@ class PlaceholderTensor(Tensor):
         device = placeholders[0].device
         if name in ("_local_scalar_dense", "is_nonzero", "equal", "item"):
             raise StagelineError(
-                f"the model reads a value of {', '.join(sorted(value_names))} outside of its blocks ({name}), and that "
+                f"the model reads a value of {', '.join(sorted(value_names))} outside its blocks ({name}), but that "
                 "value is on another stage"
             )
         if name.endswith("_like") or name.startswith("new_"):

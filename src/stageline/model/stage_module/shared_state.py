@@ -27,7 +27,7 @@ Twins = Mapping[int, Any]
 """Copies of holders in a second copy of a stage, by the ids of the originals."""
 
 _ADVICE = (
-    "let it pass on what a later layer needs as part of its output, or use sl.skippable with sl.stash and sl.pop (see "
+    "return the values that later layers need as part of the output, or use sl.skippable with sl.stash and sl.pop (see "
     "docs/models.md)"
 )
 
@@ -78,8 +78,8 @@ class SharedState:
             if norm.training:
                 raise StagelineError(
                     f"{name}, a {type(norm).__name__}, is used by stages {_listed(stages)}, and each use updates its "
-                    "running statistics: they would depend on which stage comes first; give each stage a norm of its "
-                    "own, cut the model so that all its uses are in one stage, or set track_running_stats=False"
+                    "running statistics, which would depend on which stage runs first; give each stage its own "
+                    "norm, cut the model so that all uses are in one stage, or set track_running_stats=False"
                 )
 
 
@@ -207,7 +207,7 @@ class SharedStateWatch:
         plural = "s" if len(others) > 1 else ""
         raise StagelineError(
             f"{name} of stage {self._stage} stores {what} in {place}, which stage{plural} "
-            f"{_listed(others)} can also reach: with threads, it may read the value of another microbatch there; with "
+            f"{_listed(others)} can also reach: with threads, they may read the value of another microbatch; with "
             f"processes, the value never arrives; {_ADVICE}"
         )
 

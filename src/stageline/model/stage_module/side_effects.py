@@ -83,13 +83,13 @@ class SideEffects:
             if _leaf_ids(container) != before:
                 raise StagelineError(
                     f"{self._name} changes a {type(container).__name__} among its inputs, which other stages do not "
-                    "see; let it return what it puts there"
+                    "see; return the new values instead"
                 )
         for (path, name), tensor in new_attributes(self._attributes, self._unit).items():
             if tensor.requires_grad and (path, name) not in self._guarded:
                 raise StagelineError(
                     f"{self._name} keeps {path + '.' if path else ''}{name} of its forward as an attribute, which "
-                    "other stages do not see; let it return it, too"
+                    "other stages do not see; return it as well"
                 )
 
 
@@ -145,8 +145,8 @@ class ArgumentObjects:
         for state in self._states.values():
             for key in _changed_keys(state) if id(state.argument) not in returned else ():
                 raise StagelineError(
-                    f"{name} changes {state.path or key} of a {type(state.argument).__name__} among its inputs, which "
-                    "other stages do not see; let it return what it puts there"
+                    f"{name} changes {state.path or key} of a {type(state.argument).__name__} among its inputs, "
+                    "which other stages do not see; return the new values instead"
                 )
 
 
@@ -254,8 +254,8 @@ class InplaceHistory:
                     user = names[position] if position < len(names) else "the output of the model"
                     raise StagelineError(
                         f"{names[call]} modifies one of its inputs in place, and the forward uses that tensor again "
-                        f"for {user}, on another stage, which does not see the change; let {names[call]} work on a "
-                        "copy (x.clone(), or inplace=False), or return what it computes"
+                        f"for {user}, on another stage, which does not see the change; make {names[call]} use a copy "
+                        "(x.clone(), or inplace=False), or return the result"
                     )
 
 
@@ -275,8 +275,8 @@ class UnchangedInputs:
             if version != version_of(tensor):
                 raise StagelineError(
                     f"{self._name} modifies one of its inputs in place, a tensor of shape {tuple(tensor.shape)}, and "
-                    "the forward may use it again on another stage, which does not see the change; let it work on a "
-                    "copy (x.clone(), or inplace=False), or return what it computes"
+                    "the forward may use it again on another stage, which does not see the change; make it use a "
+                    "copy (x.clone(), or inplace=False), or return the result"
                 )
 
 
@@ -387,8 +387,8 @@ class Counters:
         """Raise an error if there are any places."""
         for index, path in sorted(places):
             raise StagelineError(
-                f"the forward changes {path} of {type(self._frames[index]).__name__} every time, outside of its units, "
-                "and every stage runs that; keep it outside of the model, or in a unit"
+                f"the forward changes {path} of {type(self._frames[index]).__name__} every time, outside its units, "
+                "so every stage changes it; move it out of the model, or into a unit"
             )
 
 

@@ -100,7 +100,7 @@ class _ForeignModule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise StagelineError(
-            f"the forward calls {self._name.replace('/', '.')} outside of its unit, which is on another stage; call "
+            f"the forward calls {self._name.replace('/', '.')} outside its unit, which is on another stage; call "
             "the unit itself, or make its parts units with by='type:ClassOfPart'"
         )
 
@@ -168,8 +168,8 @@ class _OwnParameters:
         for index, parameter in enumerate(type(self._module).named_parameters(self._module, *args, **kwargs)):
             if index and self._replay.outside() and not self._replay.is_whole_model:
                 raise StagelineError(
-                    f"the forward of {type(self._module).__name__} reads all parameters, but a stage holds only some; "
-                    "add such a term to the loss outside of the model"
+                    f"the forward of {type(self._module).__name__} reads all parameters, but a stage holds only some "
+                    "of them; compute such a term of the loss outside the model"
                 )
             yield parameter
 
@@ -322,7 +322,7 @@ class StagePart(nn.Sequential):
         for (name, buffer), version in zip(self._frame_buffers, versions, strict=True):
             if raw_version(buffer) != version and not self.replay.is_whole_model:
                 raise StagelineError(
-                    f"the forward changes the buffer {name} outside of its units, and every stage runs that; move the "
+                    f"the forward changes the buffer {name} outside its units, so every stage changes it; move the "
                     "change into a module with that buffer, so that only one stage makes it"
                 )
         return output

@@ -104,8 +104,8 @@ class ChunkSpecs:
         cut = [leaf.split_dim for leaf in _leaf_specs((self.args, self.kwargs)) if _is_dim(leaf)]
         if self.output is None and any(cut):
             raise StagelineError(
-                "the inputs are not cut along the first dimension, and nothing says along which dimension the outputs "
-                "are merged; pass the Pipeline output_merge_spec=, such as TensorChunkSpec(1)"
+                "the inputs are not cut along the first dimension, so it is unknown how to merge the outputs; pass "
+                "output_merge_spec= to the Pipeline, such as TensorChunkSpec(1)"
             )
 
 
@@ -226,7 +226,7 @@ def _how(leaf: Any, spec: Any, where: str) -> How:
         return CutRule.REPLICATE
     if isinstance(leaf, Tensor) and not _dense(leaf):
         kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
-        verb = "hold" if where in ("the inputs", "the targets") else "is"
+        verb = "contain" if where in ("the inputs", "the targets") else "is"
         raise StagelineError(
             f"{where} {verb} a {kind} tensor, which cannot be cut into microbatches; pass a dense one, with "
             "padding and a mask if needed, or use a chunk spec of None to pass it whole to every microbatch"
@@ -242,13 +242,13 @@ def _how(leaf: Any, spec: Any, where: str) -> How:
         return 0
     if not isinstance(leaf, Tensor):
         raise StagelineError(
-            f"{where} is {shorten(leaf)}, but its chunk spec says to cut it along dimension {dim}; only tensors can be "
-            "cut: pass None as its spec"
+            f"{where} is {shorten(leaf)}, but its chunk spec cuts it along dimension {dim}; only tensors can be cut: "
+            "pass None as its spec"
         )
     if not -leaf.dim() <= dim < leaf.dim():
         raise StagelineError(
-            f"{where} has shape {tuple(leaf.shape)}, but its chunk spec says to cut it along dimension {dim}; pass a "
-            "dimension that it has, or None for what every microbatch gets whole"
+            f"{where} has shape {tuple(leaf.shape)}, but its chunk spec cuts it along dimension {dim}; pass an "
+            "existing dimension, or None to pass the value whole to every microbatch"
         )
     return dim % leaf.dim()
 
@@ -269,14 +269,14 @@ def _spread(value: Any, spec: Any, where: str) -> list[Any]:
         strange = next((key for key in spec if key not in parts), None)
         if strange is not None and not isinstance(spec, Partly):
             raise StagelineError(
-                f"the chunk spec of {where} has {strange!r}, and the value has {', '.join(map(str, keys)) or 'nothing'}"
+                f"the chunk spec of {where} has {strange!r}, but the value has {', '.join(map(str, keys)) or 'nothing'}"
             )
         specs = {key: spec.get(key, CutRule.DEFAULT) for key in keys}
     else:
         if len(spec) != len(keys):
             raise StagelineError(
-                f"the chunk spec of {where} has {len(spec)} parts, and the value has {len(keys)}; pass one for each, "
-                "or one spec for all of them"
+                f"the chunk spec of {where} has {len(spec)} parts, but the value has {len(keys)}; pass one spec per "
+                "part, or one spec for all of them"
             )
         specs = dict(zip(keys, spec, strict=True))
     return [leaf for key in keys for leaf in _spread(parts[key], specs[key], f"{where}[{key!r}]")]
@@ -315,7 +315,8 @@ def _merge_leaf(column: Sequence[Any], spec: Any, join: Callable[[Sequence[Any]]
         if not (isinstance(first, Tensor) and -first.dim() <= spec.split_dim < first.dim()):
             shape = f"of shape {tuple(first.shape)}" if isinstance(first, Tensor) else shorten(first)
             raise StagelineError(
-                f"output_merge_spec says dimension {spec.split_dim}, and an output is {shape}; pass a dimension it has"
+                f"output_merge_spec has dimension {spec.split_dim}, but an output is {shape}; pass an existing "
+                "dimension"
             )
         return torch.cat(list(column), dim=spec.split_dim)
     if _is_reducer(spec):
@@ -327,8 +328,8 @@ def _merge_leaf(column: Sequence[Any], spec: Any, join: Callable[[Sequence[Any]]
         same = torch.equal(first, value) if isinstance(first, Tensor) and isinstance(value, Tensor) else first == value
         if not same:
             raise StagelineError(
-                f"output_merge_spec says None for an output, the same from every microbatch, and microbatches 0 and "
-                f"{number} differ in it"
+                "output_merge_spec is None for an output, so all microbatches must return the same value, but "
+                f"microbatches 0 and {number} differ"
             )
     return first
 

@@ -84,7 +84,7 @@ def disagreement(
     `needs` says for the inputs and for the targets which ranks read them. Targets may be None, but on all ranks.
 
     >>> disagreement(np.array([[8.0, 5, 7, 0], [8, 5, 0, 0]]), [0, 1, 2], {1: {0}, 2: {1}})
-    'rank 0 received the targets, and rank 1, which reads them, received None; pass them to rank 1'
+    'rank 0 received the targets, but rank 1, which reads them, received None; pass them to rank 1'
     """
     apart = difference(rows, columns, names)
     if apart:
@@ -100,7 +100,7 @@ def disagreement(
         for rank in sorted(needs[column]):
             if not rows[rank, column]:
                 one, two = (f"rank {int(row)}" if names is None else names[int(row)] for row in (holders[0], rank))
-                return f"{one} received {NAMES[column]}, and {two}, which reads them, received None; pass them to {two}"
+                return f"{one} received {NAMES[column]}, but {two}, which reads them, received None; pass them to {two}"
     return ""
 
 
@@ -140,8 +140,8 @@ def agree_replicas(
     if (sizes != sizes[0]).any():
         replica, rank = np.argwhere(sizes != sizes[0])[0]
         raise PipelineError(
-            f"replicas 0 and {replica} train different parameters on rank {rank}: "
-            f"{sizes[0, rank]:.0f} and {sizes[replica, rank]:.0f} elements; freeze the same in all (requires_grad)"
+            f"replicas 0 and {replica} train different parameters on rank {rank}: {sizes[0, rank]:.0f} and "
+            f"{sizes[replica, rank]:.0f} elements; freeze the same parameters in all replicas (requires_grad)"
         )
     return [int(rows[:, 0].max()) for rows in known]
 

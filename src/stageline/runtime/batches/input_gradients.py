@@ -42,9 +42,9 @@ def prepare_inputs(
     wants = require_gradients(inputs)
     if replicas > 1 and any(tensor.grad_fn is not None for tensor in tensors_of(pytree.tree_leaves(inputs))):
         raise StagelineError(
-            f"the inputs come from a graph, and there are {replicas} replicas: the gradients of what computed them "
-            "would not be added up over replicas; pass step a leaf, z = front(x).detach().requires_grad_(), run "
-            "front's backward from z.grad yourself, and add up its gradients"
+            f"the inputs come from a graph, but with {replicas} replicas the gradients of the modules that computed "
+            "them would not be summed over replicas; pass a leaf to step, z = front(x).detach().requires_grad_(), "
+            "run front's backward from z.grad yourself, and sum its gradients"
         )
     _refuse_keywords(keywords)
     for tensor in tensors_of(pytree.tree_leaves(targets)):

@@ -45,7 +45,7 @@ def refuse_opaque(leaf: Any, where: str, option: str) -> None:
         if leaf.ndim:
             verb = "are" if where in ("the inputs", "the targets") else "is"
             raise StagelineError(
-                f"{where} {verb} a numpy array of shape {leaf.shape}; a batch holds tensors: pass "
+                f"{where} {verb} a numpy array of shape {leaf.shape}; a batch must contain tensors; pass "
                 "torch.from_numpy(array)"
             )
         return
@@ -53,7 +53,7 @@ def refuse_opaque(leaf: Any, where: str, option: str) -> None:
     if path is not None:
         kind = type(leaf).__name__
         reason = (
-            f"{where} is a {kind} that holds tensors (at {path}), and a pipeline cannot cut a {kind} into "
+            f"{where} is a {kind} that contains tensors (at {path}), but a pipeline cannot cut a {kind} into "
             f"microbatches{why_not(leaf)}"
         )
         way = ", or pass the object by stage_kwargs to the stages that read it"

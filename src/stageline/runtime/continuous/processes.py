@@ -78,8 +78,8 @@ class ProcessServices:
         if ended.any():
             short, long = names[int(np.argmax(ended))], names[int(np.argmin(ended))]
             text = (
-                f"rank {short} has no batch for step {step}, and rank {long} has one: pass the same number of batches "
-                "to every rank"
+                f"rank {short} has no batch for step {step}, but rank {long} has one; pass the same number of "
+                "batches to every rank"
             )
             return PlannedStep(step, error=PipelineError(text))
         apart = disagreement(rows, COLUMNS, self._readers)

@@ -26,7 +26,7 @@ def find_optimizer(optimizer_or_make: Optimizer | Make, parameters: Sequence[nn.
         optimizer = optimizer(parameters) if callable(optimizer) else None
     if not isinstance(optimizer, Optimizer):
         raise StagelineError(
-            f"optimizer= must be a torch optimizer, or a function from parameters to one; got "
+            "optimizer= must be a torch optimizer, or a function from parameters to one; got "
             f"{shorten(optimizer_or_make) if optimizer is None else f'a function that returns {shorten(optimizer)}'}"
         )
     own = set(parameters)
@@ -34,7 +34,7 @@ def find_optimizer(optimizer_or_make: Optimizer | Make, parameters: Sequence[nn.
     if foreign:
         raise StagelineError(
             f"the optimizer has {len(foreign)} parameters that do not belong to this pipeline, the first of shape "
-            f"{tuple(foreign[0].shape)}; pass it those of pipe.parameters()"
+            f"{tuple(foreign[0].shape)}; create it with pipe.parameters()"
         )
     return optimizer
 
@@ -190,8 +190,8 @@ class Gradients:
         )
         if changed and not self._copied:
             raise StagelineError(
-                "the optimizer changed gradients in place, but not in its first step; pass pipe.run one that "
-                "does the same in every step, or use pipe.step and optimizer.step()"
+                "the optimizer changed gradients in place, but not in its first step; use an optimizer that does the "
+                "same in every step, or use pipe.step and optimizer.step()"
             )
         self._copied = changed
         for parameter in self._parameters:

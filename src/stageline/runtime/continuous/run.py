@@ -67,7 +67,7 @@ class UpdateOptions:
             )
         if self.rates is not None and not callable(self.rates) and not isinstance(self.rates, LRScheduler):
             raise StagelineError(
-                f"lr_schedule must be a function from the number of a step to a factor, or a torch scheduler; got "
+                "lr_schedule must be a function from a step number to a factor, or a torch scheduler; got "
                 f"{shorten(self.rates)}"
             )
 
@@ -105,7 +105,7 @@ def read_batch(runner: StepRunner, item: Any) -> Batch:
         )
     if require_gradients(arguments["inputs"]):
         raise StagelineError(
-            "inputs of a run require grad, but the next batch is read before their gradients are known; call "
+            "the inputs require grad, but a run reads the next batch before their gradients are known; call "
             "pipe.step(inputs, targets) and optimizer.step() in a loop instead, or detach the inputs"
         )
     return Batch(
@@ -354,7 +354,7 @@ class ContinuousRun(Iterator[StepStats]):
         self._steps = self._run.continuous() if self.interlocks else self._run.one_by_one()
         self._thread: int | None = None
         if self.note:
-            warnings.warn(f"steps are not continuous, and run one after the other: {self.note}", stacklevel=3)
+            warnings.warn(f"steps are not continuous and run one after another: {self.note}", stacklevel=3)
 
     @property
     def snapshot_bytes(self) -> int:
@@ -370,7 +370,9 @@ class ContinuousRun(Iterator[StepStats]):
     def __next__(self) -> StepStats:
         thread = threading.get_ident()
         if self._thread not in (None, thread):
-            raise StagelineError("only one thread may iterate over a run, and another thread has started this one")
+            raise StagelineError(
+                "only one thread may iterate over a run, but another thread has already started this one"
+            )
         self._thread = thread
         if self._shown is None:
             return next(self._steps)

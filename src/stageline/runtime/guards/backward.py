@@ -22,17 +22,17 @@ def refuse_loss(stage: int, microbatch: int, part: nn.Module, inputs: Sequence[L
     if any(tensor.requires_grad for tensor in tensors_of(pytree.tree_leaves(output))):
         why = (
             f"the output of stage {stage}, the last one, requires grad, but the loss that loss_fn computed does not; "
-            "look for detach(), no_grad(), item() or an operation without a derivative in loss_fn"
+            "check loss_fn for detach(), no_grad(), item() or an operation without a derivative"
         )
     elif any(tensor.requires_grad for tensor in (*part.parameters(), *tensors_of(inputs))):
         why = (
-            f"parameters or inputs of stage {stage}, the last one, require grad, but its output does not; look for "
-            "detach(), no_grad() or an operation without a derivative in its forward"
+            f"parameters or inputs of stage {stage}, the last one, require grad, but its output does not; check its "
+            "forward for detach(), no_grad() or an operation without a derivative"
         )
     else:
         why = (
-            f"neither the parameters nor the inputs of stage {stage}, the last one, require grad; either every "
-            "parameter is frozen, or an earlier stage detaches its output: let some parameters require grad"
+            f"neither the parameters nor the inputs of stage {stage}, the last one, require grad: either every "
+            "parameter is frozen, or an earlier stage detaches its output; set requires_grad on some parameters"
         )
     raise StagelineError(
         f"the loss of microbatch {microbatch} does not require grad, so no parameter would get a gradient: {why}"
@@ -78,8 +78,9 @@ class ActivationDropping:
 
 def _refuse_read(what: str, dropped: None) -> Tensor:
     raise StagelineError(
-        f"{what} runs a backward inside its forward (torch.autograd.grad or .backward()) and did not the first time, "
-        "so recompute='stage' dropped the tensors it needs; let it do so every time, or use recompute='none'"
+        f"{what} runs a backward inside its forward (torch.autograd.grad or .backward()) but did not do so the first "
+        "time, so recompute='stage' dropped the tensors it needs; make it do so every time, or use "
+        "recompute='none'"
     )
 
 

@@ -78,10 +78,10 @@ class _Comparison:
             self._handle.remove()
             return
         raise StagelineError(
-            f"{self._name} ({type(module).__name__}) gives other values when tp {self._mesh.size()} cuts its layers: "
-            f"they differ from those of the whole layer by {error:.2g} of the largest. An attention that is cut has "
-            "some of the heads: its forward must view them as -1 and not as a fixed number, or parallelize must divide "
-            "the number that it uses"
+            f"{self._name} ({type(module).__name__}) returns different values when its layers are cut for tp "
+            f"{self._mesh.size()}: they differ from those of the whole layer by {error:.2g} of the largest. A cut "
+            "attention layer has only some of the heads: its forward must view them as -1, not as a fixed number, "
+            "or parallelize must divide that number"
         )
 
     def _difference(self, module: nn.Module, args: Any, keywords: Any) -> float | None:
@@ -172,6 +172,6 @@ def _refuse_mixed(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if len(first) > 1:
                 raise StagelineError(
                     f"{type(optimizer).__name__} would update {first[True]}, which is a DTensor, and {first[False]}, "
-                    "which is not, in one call, and torch cannot do that; pass foreach=False to the optimizer, use an "
-                    "optimizer for each kind, or let parallelize make DTensors of all parameters"
+                    "which is not, in one call, which torch does not support; pass foreach=False to the optimizer, use "
+                    "an optimizer for each kind, or make parallelize turn all parameters into DTensors"
                 )

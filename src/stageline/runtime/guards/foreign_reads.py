@@ -233,8 +233,8 @@ class LossReads:
 def _refusal(names: list[str]) -> StagelineError:
     many = f"{len(names)} parameters or buffers" if len(names) > 1 else "a parameter or buffer"
     return StagelineError(
-        f"loss_fn reads {many} of the model that the last stage does not hold alone: {listed(names)}; every stage "
-        "updates its own, so loss_fn would see stale values and lose their gradients. For a penalty on parameters, use "
+        f"loss_fn reads {many} of the model that are not only on the last stage: {listed(names)}; each stage updates "
+        "its own copy, so loss_fn would see stale values and lose gradients. For a penalty on parameters, use "
         "Pipeline(…, penalty=lambda name, parameter: 0.1 * parameter.pow(2).sum()), which each rank applies to its "
         "own; compute anything else that needs a weight in the stage that holds it"
     )
@@ -342,10 +342,10 @@ class ForeignReads:
         where = f"stage{'s' if len(stages) > 1 else ''} {' and '.join(map(str, stages))}"
         both = f"layer {layer} as well" if layer else "the unit that uses it as well"
         return StagelineError(
-            f"{reader} {self._stage} reads the parameter {first}{more} of {where} through a plain reference: the value "
-            f"would be stale there and its gradient lost. Register the parameter or its module in {both} (self.tied = "
-            "module): weights that several stages register are kept equal. Or let the stage that holds it pass on the "
-            "values that are needed"
+            f"{reader} {self._stage} reads the parameter {first}{more} of {where} through a plain reference, so the "
+            f"value would be stale and its gradient lost. Register the parameter or its module in {both} (self.tied = "
+            "module): weights that several stages register are kept equal. Or have the stage that owns it output the "
+            "needed values"
         )
 
 

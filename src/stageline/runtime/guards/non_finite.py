@@ -57,7 +57,7 @@ class Event(NamedTuple):
     def __str__(self) -> str:
         value = f"{'an' if self.value == 1 else 'a'} {VALUES[self.value]}"
         if self.what == BEFORE:
-            return f"{value} in a gradient that stage {self.stage} had before this step: call zero_grad()"
+            return f"{value} in a gradient that stage {self.stage} already had before this step; call zero_grad()"
         where = {
             OUTPUT: "in the output",
             LOSS: "in the loss",

@@ -48,8 +48,8 @@ def automatic(
 
     if not options.chunk_specs.default:
         raise StagelineError(
-            "schedule='auto' measures microbatches that are cut along the first dimension, and chunk specs were "
-            "passed; name a schedule, or plan with sl.plan and pass its schedule"
+            "schedule='auto' measures microbatches that are cut along the first dimension, so it does not support "
+            "chunk specs; name a schedule, or pass the schedule of sl.plan"
         )
     if ranks is None:
         ranks = default_ranks(replicas, options.seconds, on_one_gpu(source, recipe is not None, options.device))
@@ -58,13 +58,13 @@ def automatic(
     host = find_host(ranks, options.seconds, replicas, mesh)
     if not isinstance(source, nn.Module):
         raise StagelineError(
-            "schedule='auto' cuts the model itself: pass the model, or a function that builds it, not its stages; or "
-            "name a schedule"
+            "schedule='auto' cuts the model itself; pass the model, or a function that builds it, instead of stages; "
+            "or name a schedule"
         )
     if options.example is None:
         raise StagelineError(
-            "schedule='auto' measures the model, and needs example=, a batch of inputs such as step receives; or "
-            "name a schedule"
+            "schedule='auto' measures the model and needs example=, a batch of inputs as for step; pass it, or name "
+            "a schedule"
         )
     factory = None if recipe is None else _factory_of(stages)
 

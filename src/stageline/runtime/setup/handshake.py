@@ -186,8 +186,8 @@ def agree_on_shards(
             one, other = first_difference(*(host.broadcast_to_all("\n".join(own), process) for process in processes))
             first, second = map(layout.place_name, processes)
             raise PipelineError(
-                f"{first} and {second} hold the same stages, and parallelize did not cut them in the same way: {first} "
-                f"has {one} and {second} has {other}; do the same on all processes"
+                f"{first} and {second} have the same stages, but parallelize cut them differently: {first} has {one} "
+                f"and {second} has {other}; cut them in the same way on all processes"
             )
         # Tensor parallel distributes the weights of its first process.
         values = known[:: layout.tensors, rank, 2].tolist()
@@ -264,8 +264,8 @@ def _refuse_layers_of_others(part: nn.Module, gathered: Collection[nn.Parameter]
             )
             if apart is not None:
                 raise StagelineError(
-                    f"parallelize cut {name}.{own} over {apart}, whose processes have different samples, and each "
-                    'would compute other features of its own: use mesh["tp"] for parallelize_module, and fully_shard '
+                    f"parallelize cut {name}.{own} over {apart}, whose processes have different samples, so their "
+                    'features do not belong together; use mesh["tp"] for parallelize_module, and fully_shard '
                     f"for {apart}"
                 )
 
@@ -279,8 +279,8 @@ def compare_ties(host: RankHost, stages: ModelStages) -> None:
         if odd is not None:
             raise StagelineError(
                 f"ranks {ranks[0]} and {ranks[odd]} use the parameter {stages.name_of(parameter)}; it {known[0]} on "
-                f"rank {ranks[0]} and {known[odd]} on rank {ranks[odd]}: let parallelize cut both in the same way, or "
-                "untie them"
+                f"rank {ranks[0]} and {known[odd]} on rank {ranks[odd]}: make parallelize cut both in the same way, "
+                "or untie them"
             )
 
 

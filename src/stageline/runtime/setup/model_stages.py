@@ -172,8 +172,8 @@ class ModelStages:
             for name, parameter in self.named_parameters():
                 if parameter in sharded and has_gradient_hooks(parameter):
                     raise StagelineError(
-                        f"the parameter {name} has a hook, and FSDP2 shards it, so the gradients that are computed are "
-                        "those of gathered parameters, which have no hooks; use register_post_accumulate_grad_hook, "
+                        f"the parameter {name} has a hook, but FSDP2 shards it and computes gradients of the "
+                        "gathered parameter, which has no hook; use register_post_accumulate_grad_hook, "
                         "which is called once a step with the reduced gradient"
                     )
 

@@ -57,8 +57,8 @@ def shard_blocks(part: nn.Module, mesh: DeviceMesh | None, tied: Collection[str]
         for own, parameter in module.named_parameters():
             if not parameter.is_contiguous():
                 raise StagelineError(
-                    f"FSDP2 shards contiguous parameters, and {name}.{own} of shape {tuple(parameter.shape)} has the "
-                    f"strides {parameter.stride()}; create it with .contiguous(), or pass parallelize="
+                    f"FSDP2 shards only contiguous parameters, but {name}.{own} of shape {tuple(parameter.shape)} "
+                    f"has strides {parameter.stride()}; make it contiguous with .contiguous(), or pass parallelize="
                 )
         whole = {parameter for parameter in module.parameters() if parameter.dim() == 0}
         if len(whole) < len(set(module.parameters())):
@@ -92,8 +92,8 @@ def find_parallelize(options: PipelineOptions, layout: Layout, model: nn.Module)
         _refuse_beside_shards(options, model)
         if options.compile is not False and layout.tensors > 1:
             raise StagelineError(
-                f"compile= cannot be combined with layers that tensor parallel cuts (the mesh has tp "
-                f"{layout.tensors}): what it computes with DTensors is not checked; leave it out, or use dp_shard"
+                f"compile= cannot be combined with tensor-parallel layers (the mesh has tp {layout.tensors}), "
+                "because compiled DTensor code is not verified; leave it out, or use dp_shard"
             )
     return function
 
@@ -104,8 +104,8 @@ def _refuse_beside_shards(options: PipelineOptions, model: nn.Module) -> None:
     if options.cuda_graphs:
         raise StagelineError(
             "cuda_graphs=True cannot be combined with stages whose parameters are sharded (dp_shard or tp in the "
-            "mesh): a captured action reads its parameters where they were gathered, and runs no collective; leave "
-            "it out, or use a mesh of pp and dp_replicate"
+            "mesh): a captured action cannot gather its parameters; leave it out, or use a mesh of pp and "
+            "dp_replicate"
         )
 
 
@@ -126,7 +126,7 @@ def _default_of(model: nn.Module, layout: Layout) -> Parallelize:
     plan = plan_of(model)
     if not plan:
         raise StagelineError(
-            f"the mesh has tp {layout.tensors}, but nothing says which layers are cut: {type(model).__name__} has no "
+            f"the mesh has tp {layout.tensors}, but it is unknown which layers to cut: {type(model).__name__} has no "
             "tp_plan; pass parallelize=, a function of a stage and the mesh that calls torch's parallelize_module"
         )
     names, tied = kept_whole(plan, tied_names(model)), _names_of_tied(model)
@@ -170,7 +170,7 @@ def _refuse_float8(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if type(module).__name__ == "Float8Linear":
             raise StagelineError(
-                f"{name} is a Float8Linear, and float8 cannot be combined with stages whose parameters are sharded "
+                f"{name} is a Float8Linear, but float8 cannot be combined with stages whose parameters are sharded "
                 "(dp_shard or tp in the mesh); use bfloat16 there, or float8 in a mesh of pp and dp_replicate"
             )
 
@@ -190,7 +190,7 @@ def apply(function: Parallelize, stages: Sequence[tuple[int, nn.Module]], mesh: 
         if answer is not None and answer is not part:
             other = f"another {type(answer).__name__}" if isinstance(answer, nn.Module) else shorten(answer)
             raise StagelineError(
-                f"parallelize returned {other} for stage {stage}; change the part in place, and return it or None"
+                f"parallelize returned {other} for stage {stage}; change the stage in place, and return it or None"
             )
         after = dict(part.named_parameters(remove_duplicate=False))
         _refuse_new_names(stage, before, after)
@@ -200,8 +200,9 @@ def apply(function: Parallelize, stages: Sequence[tuple[int, nn.Module]], mesh: 
         rootless = rootless_lists(part)
         if rootless:
             raise StagelineError(
-                f"parallelize applied fully_shard to a list of {len(rootless)} modules of stage {stage}, and to no "
-                "module around them, which FSDP2 needs: call fully_shard(part, mesh=…) last, or pass them one by one"
+                f"parallelize applied fully_shard to a list of {len(rootless)} modules of stage {stage}, but not to "
+                "a module that contains them, which FSDP2 requires; call fully_shard(part, mesh=…) last, or pass "
+                "the modules one by one"
             )
 
 
@@ -211,9 +212,9 @@ def _refuse_second_cut(stage: int, part: nn.Module, cut: Mapping[int, int]) -> N
         first = cut.get(id(parameters_of(module)))
         if first is not None:
             raise StagelineError(
-                f"{name} is one layer in the stages {first} and {stage} of the same process, and parallelize cuts a "
-                "layer once; use a schedule with one stage per rank (1f1b), or layers of their own whose parameters "
-                "are tied"
+                f"{name} is the same layer in stages {first} and {stage} of one process, but parallelize can cut a "
+                "layer only once; use a schedule with one stage per rank (1f1b), or separate layers with tied "
+                "parameters"
             )
 
 
@@ -222,14 +223,14 @@ def _refuse_new_names(stage: int, before: dict[str, nn.Parameter], after: dict[s
     if gone or new:
         texts = [f"{names[0]} {what}" for names, what in ((gone, "is gone"), (new, "is new")) if names]
         raise StagelineError(
-            f"parallelize changed the names of the parameters of stage {stage}: {' and '.join(texts)}; keep them, as "
-            "checkpoints and optimizers find parameters by name"
+            f"parallelize changed the names of the parameters of stage {stage}: {' and '.join(texts)}; keep the "
+            "names, because checkpoints and optimizers find parameters by name"
         )
     for name, parameter in after.items():
         if tuple(parameter.shape) != tuple(before[name].shape):
             raise StagelineError(
                 f"parallelize changed the shape of {name} from {tuple(before[name].shape)} to "
-                f"{tuple(parameter.shape)}; let parallelize_module or fully_shard cut it, which keep the whole shape"
+                f"{tuple(parameter.shape)}; cut it with parallelize_module or fully_shard, which keep the whole shape"
             )
 
 
@@ -349,7 +350,7 @@ def tie_again(
             if sharding_text(value) != sharding_text(first):
                 raise StagelineError(
                     f"{first_name} and {name} are one parameter; {first_name} {sharding_text(first)} and {name} "
-                    f"{sharding_text(value)}: let parallelize cut both in the same way, or untie them"
+                    f"{sharding_text(value)}: make parallelize cut both in the same way, or untie them"
                 )
             if value is not first:
                 share_shard(own, mine[0][1:], (module, attribute))

@@ -60,8 +60,8 @@ def refuse_odd_tensors(model: nn.Module) -> None:
             kind = odd_class(tensor)
             if kind and id(tensor) not in allowed:
                 raise StagelineError(
-                    f"the {what} {name} is a {kind}; stages hold plain tensors, and the extra behaviour of a {kind} "
-                    "would not reach other ranks; pass a model with plain tensors"
+                    f"the {what} {name} is a {kind}; stages support only plain tensors, because the extra behaviour "
+                    f"of a {kind} would not reach other ranks; pass a model with plain tensors"
                 )
 
 
@@ -205,7 +205,8 @@ def _refuse_cuts(known: Iterable[str], options: Mapping[str, Any]) -> None:
     of_split = [name for name in options if name in _OF_SPLIT and name not in known]
     if of_split:
         raise UnknownOption(
-            f"{of_split[0]}= is an option of sl.split, and Pipeline splits a model evenly by layers; split it first: "
+            f"{of_split[0]}= is an option of sl.split, but Pipeline splits a model evenly by layers; split the model "
+            "first: "
             f"sl.Pipeline(sl.split(model, stages=…, {'by' if of_split[0] == 'split' else of_split[0]}=…), …)"
         )
 
@@ -313,14 +314,14 @@ def as_layer(value: Any, number: int) -> Any:
     name = name_of(value)
     if builds(value) and not inspect.signature(value).parameters:
         raise StagelineError(
-            f"layer {number}, {name}, takes no input, and the list also has layers; pass the layer it builds, or a "
-            "function that builds each layer"
+            f"layer {number}, {name}, takes no input, but the list also contains layers; pass the layer that it "
+            "builds, or one function per layer"
         )
     weights = weights_inside(value)
     if weights is not None:
         raise StagelineError(
             f"layer {number} is the function {name}, which uses {weights}; a pipeline would not train, save or place "
-            "it. Pass the module itself as the layer, or a module that holds what the function uses"
+            "it. Pass the module itself as the layer, or a module that contains what the function uses"
         )
     return FunctionLayer(value)
 

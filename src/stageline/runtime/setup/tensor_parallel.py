@@ -99,8 +99,8 @@ class _Cutter:
             whole = [own for own, parameter in module.named_parameters(recurse=False) if not is_sharded(parameter)]
             if whole:
                 raise StagelineError(
-                    f"the tensor-parallel plan of the model adds up the outputs of the experts {name}, and does not "
-                    f"cut their parameter {whole[0]}, which would count {self.degree} times; pass parallelize=, a "
+                    f"the tensor-parallel plan of the model sums the outputs of the experts {name} but does not cut "
+                    f"their parameter {whole[0]}, which would be counted {self.degree} times; pass parallelize=, a "
                     "function of a stage and the mesh, or use a mesh without tp"
                 )
             run_on_parts(module, self.mesh, whole_inputs=True, add_up=True)
@@ -142,8 +142,8 @@ class _Cutter:
         cut = getattr(module, "lora_B" if style.startswith("colwise") else "lora_A", None)
         if not cut or getattr(module, "lora_magnitude_vector", None) or style not in self._styles:
             raise StagelineError(
-                f"the tensor-parallel plan cuts {name}, a {type(module).__module__}.{type(module).__qualname__}; of "
-                "adapters, plain LoRA of linear layers can be cut: use that, or a mesh without tp"
+                f"the tensor-parallel plan cuts {name}, a {type(module).__module__}.{type(module).__qualname__}; the "
+                "only adapter that can be cut is plain LoRA of linear layers; use that, or a mesh without tp"
             )
         for child in (module.base_layer, *cut.values()):
             self.cut(name, child, style)
@@ -173,8 +173,8 @@ class _Cutter:
 def _refuse_old_torch(name: str, style: str) -> None:
     if not joins_packed_parts():
         raise StagelineError(
-            f"the tensor-parallel plan cuts {name} as {style}, and torch {torch.__version__} cannot join the parts of "
-            "packed parameters; use torch 2.13, or pass parallelize=, a function of a stage and the mesh"
+            f"the tensor-parallel plan cuts {name} as {style}, but torch {torch.__version__} cannot join the parts "
+            "of packed parameters; use torch 2.13, or pass parallelize=, a function of a stage and the mesh"
         )
 
 
@@ -191,7 +191,8 @@ def _packs(style: str) -> int:
 def _unknown(name: str, style: str, known: Collection[str]) -> StagelineError:
     names = ", ".join([*known, "packed_colwise", "replicated_with_grad_allreduce", "moe_tp_experts", *WHOLE])
     return StagelineError(
-        f"the tensor-parallel plan of the model has the style {style!r} for {name}, and a pipeline knows {names}; pass "
+        f"the tensor-parallel plan of the model has the style {style!r} for {name}, but a pipeline supports only "
+        f"{names}; pass "
         "parallelize=, a function of a stage and the mesh, or use a mesh without tp"
     )
 
@@ -203,8 +204,8 @@ def _refuse_other_class(name: str, module: nn.Module, style: str) -> None:
     kind = f"{type(module).__module__}.{type(module).__qualname__}"
     kind += f" with a weight of {weight.dtype}" if isinstance(weight, Tensor) else ""
     raise StagelineError(
-        f"the tensor-parallel plan of the model cuts {name} ({style}), a {kind}; nn.Linear and nn.Embedding with "
-        "floating-point weights can be cut: pass parallelize=, a function of a stage and the mesh, or use a mesh "
+        f"the tensor-parallel plan of the model cuts {name} ({style}), a {kind}; only nn.Linear and nn.Embedding "
+        "with floating-point weights can be cut; pass parallelize=, a function of a stage and the mesh, or use a mesh "
         "without tp"
     )
 
@@ -272,8 +273,8 @@ def refuse_uneven(part: nn.Module, degree: int, heads: Mapping[nn.Module, Mappin
     for name, size, dimension in _cut_dimensions(part):
         if size % degree:
             raise StagelineError(
-                f"tp is {degree}, which does not divide dimension {dimension} of {name}, of size {size}: use a tp that "
-                "divides it, or leave that layer whole"
+                f"tp is {degree}, which does not divide dimension {dimension} of {name}, of size {size}; use a tp "
+                "that divides it, or leave that layer whole"
             )
         owner, _, layer = name.rpartition(".")[0].rpartition(".")
         if heads is not None and dimension == 0 and OF_HEADS.fullmatch(layer):
@@ -307,6 +308,6 @@ def _refuse_counts(name: str, holder: str, counts: Mapping[str, Any], degree: in
     for attribute, count in counts.items():
         if type(count) is int and count % degree:
             raise StagelineError(
-                f"tp is {degree}, which does not divide {attribute} {count} of {holder}, and {name} is cut by heads: "
+                f"tp is {degree}, which does not divide {attribute} {count} of {holder}, but {name} is cut by heads; "
                 "use a tp that divides it"
             )

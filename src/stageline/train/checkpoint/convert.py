@@ -56,10 +56,10 @@ def convert(
     if dtype is not None and dtype not in FLOATS:
         raise CheckpointError(f"dtype must be one of {', '.join(FLOATS)}, got {shorten(dtype)}{nearest(dtype, FLOATS)}")
     if os.path.lexists(target):
-        raise CheckpointError(f"{target} exists and is not overwritten; choose another name")
+        raise CheckpointError(f"{target} already exists and is not overwritten; choose another name")
     if target.suffix == ".safetensors" and format not in ("auto", "safetensors"):
-        what = "a checkpoint" if format in ("stageline", "dcp") else "a model of Hugging Face"
-        raise CheckpointError(f"{what} is a folder, but {target} is the name of a file; leave out the suffix")
+        what = "a checkpoint" if format in ("stageline", "dcp") else "a Hugging Face model"
+        raise CheckpointError(f"{what} is written as a folder, but {target} is a file name; leave out the suffix")
     if target.suffix == ".safetensors":
         format = "safetensors"
     export, manifest = _export(source, dtype, format, files or {})
@@ -102,8 +102,8 @@ def _export(
             return export, manifest
         if format == "huggingface":
             raise CheckpointError(
-                f"{name} holds neither a model of transformers, nor an adapter of peft, nor the built-in GPT, so "
-                "from_pretrained cannot open it; use --format safetensors, which keeps the names of its parameters"
+                f"{name} contains neither a transformers model, nor a peft adapter, nor the built-in GPT, so "
+                "from_pretrained cannot open it; use --format safetensors, which keeps the parameter names"
             )
     return Export(tensors, files), manifest
 

@@ -48,8 +48,8 @@ def dcp_model(path: str | Path, *, trust_pickle: bool) -> list[TensorSource]:
     folder = Path(path)
     if not trust_pickle:
         raise CheckpointError(
-            f"{folder} is a checkpoint of torch.distributed.checkpoint, whose {METADATA} is a pickle: reading it can "
-            "run code; if you trust whoever wrote it, add --trust-pickle"
+            f"{folder} is a checkpoint of torch.distributed.checkpoint, whose {METADATA} is a pickle, and reading a "
+            "pickle can execute arbitrary code; if you trust its source, pass --trust-pickle"
         )
     try:
         reader = _Reader(folder)
@@ -67,7 +67,9 @@ def dcp_model(path: str | Path, *, trust_pickle: bool) -> list[TensorSource]:
         raise CheckpointError(f"{folder} contains no model; it has {shorten(', '.join(entries) or 'nothing')}")
     for key, entry in tensors.items():
         if dtype_name(entry.properties.dtype) not in DTYPES:
-            raise CheckpointError(f"{shorten(key)} of {folder} is of {entry.properties.dtype}, which cannot be written")
+            raise CheckpointError(
+                f"{shorten(key)} in {folder} has dtype {entry.properties.dtype}, which cannot be written"
+            )
     return [_source(reader, key, key.removeprefix(prefix), entry) for key, entry in tensors.items()]
 
 

@@ -118,7 +118,7 @@ class Manifest:
             fields = check_format(parse_json(data, allow_nan=True), FORMAT, VERSION, "manifest")
             head = _HEAD.match(data)
             if head is None or hashlib.sha256(data[head.end() :]).hexdigest().encode() != head[1]:
-                raise JsonError("it was changed after it was written: its checksum does not match its text")
+                raise JsonError("it was modified after it was written: its checksum does not match its contents")
             manifest = from_json(Manifest, {"state": None, **fields}, "the manifest", prefix="")
             field(manifest.world, "writers", Annotated[int, Range(0, 2**31 - 1)], "world.writers")
             check_tensors(manifest.files, {"model": manifest.model})
@@ -147,7 +147,7 @@ def check_tensors(files: Mapping[str, File], groups: Mapping[str, Mapping[str, T
         for name, tensor in tensors.items():
             where = f"{shorten(name)} of {shorten(group)}"
             if tensor.file not in files:
-                raise JsonError(f"{where} is in {shorten(tensor.file)}, which is not a file of the checkpoint")
+                raise JsonError(f"{where} refers to {shorten(tensor.file)}, which is not a file of this checkpoint")
             if tensor.dtype not in DTYPES:
                 raise JsonError(f"{where} has dtype {shorten(tensor.dtype)}, expected one of {', '.join(DTYPES)}")
             if len(tensor.shape) > 64:
@@ -157,5 +157,5 @@ def check_tensors(files: Mapping[str, File], groups: Mapping[str, Mapping[str, T
 def plain_name(name: str) -> str:
     """Return a file name; raise if it could lead out of the folder."""
     if not name or name in (".", "..") or any(letter in "/\\:" or not letter.isprintable() for letter in name):
-        raise JsonError(f"the file {shorten(name)} lies outside of its folder; refused")
+        raise JsonError(f"the file {shorten(name)} is outside its folder; refused")
     return name

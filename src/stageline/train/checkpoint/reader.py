@@ -199,7 +199,7 @@ class Checkpoint:
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"cannot read {self.path / name}: {reason(error)}") from error
         if _identity(self.path) != self._identity:
-            raise CheckpointError(f"{self.path} was replaced while it was read; open it again")
+            raise CheckpointError(f"{self.path} was replaced while it was being read; open it again")
         return tensors
 
     def _check_tensor(self, file: str, key: str, entry: TensorEntry, opened: Any) -> None:
@@ -208,7 +208,7 @@ class Checkpoint:
         if (dtype, shape) != (DTYPES[entry.dtype], entry.shape):
             names = {short: name for name, short in DTYPES.items()}
             raise CheckpointError(
-                f"{self.path / file} holds {key!r} as {names.get(dtype, dtype)} of {shape}, but its manifest says "
+                f"{self.path / file} stores {key!r} as {names.get(dtype, dtype)} of {shape}, but its manifest says "
                 f"{entry.dtype} of {entry.shape}"
             )
 
@@ -242,7 +242,7 @@ class Checkpoint:
             return Damage(self.path, name, "unreadable", f"cannot be read: {reason(error)}")
         expected = self.manifest.files[name].sha256
         if checksum != expected:
-            text = f"contents differ from what was written: sha256 {checksum[:12]}…, expected {expected[:12]}…"
+            text = f"checksum mismatch: sha256 {checksum[:12]}…, expected {expected[:12]}…"
             return Damage(self.path, name, "checksum", text)
         return None
 
@@ -359,8 +359,8 @@ def newest(
         return None
     names = "; ".join(map(str, reported[:5])) + (f"; and {len(reported) - 5} more" if len(reported) > 5 else "")
     raise CheckpointError(
-        f"none of the {len(paths)} checkpoints in {folder} is intact: {names}; repair or remove them, or start in "
-        "another folder"
+        f"none of the {len(paths)} checkpoints in {folder} is intact: {names}; repair or remove them, or use another "
+        "folder"
     )
 
 

@@ -45,13 +45,13 @@ def tensor_source(key: str, tensor: Tensor) -> TensorSource:
         raise CheckpointError(f"{shorten(key)} is {shorten(tensor)}, expected a tensor")
     if tensor.is_meta:
         raise CheckpointError(
-            f"{shorten(key)} is on the meta device and has no values; pass a writer only the tensors that its rank "
+            f"{shorten(key)} is on the meta device and has no data; pass each writer only the tensors that its rank "
             "holds"
         )
     if tensor.layout != torch.strided or dtype_name(tensor.dtype) not in DTYPES:
         raise CheckpointError(
-            f"{shorten(key)} is a tensor of {tensor.layout} and {tensor.dtype}, which safetensors cannot hold; "
-            f"expected a dense one of {', '.join(DTYPES)}"
+            f"{shorten(key)} is a tensor of {tensor.layout} and {tensor.dtype}, which safetensors cannot store; "
+            f"expected a dense tensor of {', '.join(DTYPES)}"
         )
     return TensorSource(key, tensor.dtype, tuple(tensor.shape), _giver(tensor))
 
@@ -162,7 +162,7 @@ class WriterReport:
             check_tensors(report.optimizer_files, report.optimizer)
             return report
         except (OSError, JsonError) as error:
-            raise CheckpointError(f"cannot read what a writer left in {path}: {reason(error)}") from error
+            raise CheckpointError(f"cannot read a writer's report in {path}: {reason(error)}") from error
 
 
 def report_name(number: int) -> str:
@@ -216,7 +216,7 @@ def _late(missing: Sequence[int], count: int, deadline: float, partial: Location
     names = ", ".join(map(str, missing[:16])) + (" …" if len(missing) > 16 else "")
     who = f"writer {names}" if len(missing) == 1 else f"writers {names}"
     return CheckpointError(
-        f"{who} of {count} did not finish, and wrote nothing for {deadline:g} s, in {partial}; check that the process "
+        f"{who} of {count} did not finish, and wrote nothing to {partial} for {deadline:g} s; check that the process "
         "is alive and that its machine shares this folder"
     )
 
@@ -258,7 +258,7 @@ def _check_once(what: str, groups: Sequence[Mapping[str, object]]) -> None:
         for name in names:
             if name in first:
                 raise CheckpointError(
-                    f"the {what} {name!r} comes from writers {first[name]} and {number}; pass it to only one of them"
+                    f"the {what} {name!r} was passed to writers {first[name]} and {number}; pass it to only one of them"
                 )
             first[name] = number
 
@@ -277,8 +277,8 @@ def _number(
         names[name] = name if isinstance(partial, RemotePath) else shard_name(kind, place, len(listed))
         if sizes.get(name) != file.bytes:
             raise CheckpointError(
-                f"{partial / name} has {sizes.get(name, 'no')} bytes here, and writer {file.writer} wrote {file.bytes}"
-                "; check that its machine shares this folder"
+                f"{partial / name} has {sizes.get(name, 'no')} bytes here, but writer {file.writer} wrote "
+                f"{file.bytes}; check that its machine shares this folder"
             )
         if isinstance(partial, Path):
             rename(partial / name, partial / names[name])

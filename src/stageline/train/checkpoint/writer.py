@@ -159,7 +159,9 @@ class Writer:
         step_name(step)
         if attempt is None:
             if self.count > 1:
-                raise CheckpointError(f"save() of one of {self.count} writers needs attempt=, the same text on all")
+                raise CheckpointError(
+                    f"save() with {self.count} writers needs attempt=, the same string on all of them"
+                )
             attempt = os.urandom(6).hex()
         aside = partial_folder(self.folder, step, attempt)
         slots = {name: list(state) for name, state in (optimizer or {}).items()}
@@ -238,7 +240,9 @@ class Writer:
     def _failed(self, job: _Job, error: BaseException) -> BaseException:
         """Remove the partial checkpoint, and report the failure to the first writer."""
         if self.last is not None and self.last.attempt == job.attempt:
-            return CheckpointError(f"the checkpoint of step {job.step} is saved, but then: {reason(error)}")
+            return CheckpointError(
+                f"the checkpoint of step {job.step} was saved, but a later operation failed: {reason(error)}"
+            )
         gone = self.number > 0 and isinstance(job.partial, Path) and not job.partial.exists()
         why = "the first writer aborted it" if gone else reason(error)
         if self.number == 0:
@@ -251,7 +255,7 @@ class Writer:
                 WriterReport(error=why).write(job.partial, self.number)
         if not isinstance(error, Exception):
             return error
-        failed = CheckpointError(f"the checkpoint of step {job.step} is not saved: {why}; {self._last_good()}")
+        failed = CheckpointError(f"the checkpoint of step {job.step} was not saved: {why}; {self._last_good()}")
         failed.__cause__ = error
         return failed
 
@@ -260,15 +264,15 @@ class Writer:
         paths: list[Location] = []
         with suppress(CheckpointError):
             paths = published(self.folder)
-        return f"the last good one is {paths[-1]}" if paths else f"{self.folder} has no other one"
+        return f"the last intact one is {paths[-1]}" if paths else f"{self.folder} has no other checkpoint"
 
     def _write(self, job: _Job) -> WriterReport:
         """Write the files of this writer; `assemble` gives them their final names."""
         make_folder(job.partial)
         if (job.partial / report_name(self.number)).exists():
             raise CheckpointError(
-                f"{job.partial} belongs to an earlier attempt with the same name, {shorten(job.attempt)}; give every "
-                "save() an attempt= that was never used before"
+                f"{job.partial} belongs to an earlier attempt with the same name, {shorten(job.attempt)}; pass a new "
+                "attempt= to every save()"
             )
         parts = {
             f"{kind}-{self.number:05d}-{place:05d}.safetensors": part
@@ -335,13 +339,15 @@ def environment() -> dict[str, Any]:
 
 def _key(name: str) -> str:
     if not isinstance(name, str) or not name or name == "__metadata__":
-        raise CheckpointError(f"a parameter is called {shorten(name)}, expected its name in the model")
+        raise CheckpointError(f"the name of a parameter is {shorten(name)}, expected its name in the model")
     return name
 
 
 def _slot(name: str, slot: str) -> str:
     if not isinstance(slot, str) or not slot or "/" in slot:
-        raise CheckpointError(f"the optimizer state of {name!r} has {shorten(slot)}, expected a name without a /")
+        raise CheckpointError(
+            f"the optimizer state of {name!r} has the key {shorten(slot)}, expected a name without a /"
+        )
     return slot
 
 
@@ -354,8 +360,8 @@ def check_json(value: Any, where: str) -> Any:
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {key: check_json(item, f"{where}[{key!r}]") for key, item in value.items()}
     raise CheckpointError(
-        f"{where} is {shorten(value)}, which JSON cannot hold; expected numbers, texts, true, false, null, lists and "
-        "objects"
+        f"{where} is {shorten(value)}, which JSON cannot represent; expected numbers, strings, bools, None, lists "
+        "and dicts"
     )
 
 
@@ -366,7 +372,7 @@ def _check_assets(assets: Mapping[str, bytes]) -> None:
         except JsonError as wrong:
             raise CheckpointError(f"assets: {wrong}") from None
         if name in (MANIFEST, INDEX) or name.endswith(".safetensors") or name.startswith("writer-"):
-            raise CheckpointError(f"assets: {name!r} is a name that the checkpoint itself uses; choose another one")
+            raise CheckpointError(f"assets: {name!r} is reserved for the checkpoint itself; choose another name")
         if not isinstance(data, bytes):
             raise CheckpointError(f"assets: {name!r} is {shorten(data)}, expected its bytes")
 

@@ -52,9 +52,9 @@ class Model:
 
     name: str = _same(
         "gpt",
-        "gpt, the built-in model; a Hugging Face config.json, the folder that holds one, or a model of the hub "
-        "(owner/name); or package.module:function that returns a model. The weights are random, unless "
-        "checkpoint.initial_load_path names some.",
+        "gpt, the built-in model; a Hugging Face config.json, a folder that contains one, or a model on the hub "
+        "(owner/name); or package.module:function that returns a model. Weights are initialized randomly unless "
+        "checkpoint.initial_load_path is set.",
     )
     vocab_size: NonNegativeInt = _same(0, "Vocabulary size of the built-in GPT; 0 uses the tokenizer's.")
     dim: PositiveInt = _same(64, "Width of the built-in GPT.")
@@ -94,12 +94,11 @@ class Training:
         "replica. 0 means local_batch_size times the number of replicas.",
     )
     steps: PositiveInt = _warning(800, "Number of optimizer steps.")
-    time_limit: NonNegative = _option(
-        0.0, "Minutes after which the job saves a checkpoint and stops; 0 means no limit."
-    )
+    time_limit: NonNegative = _option(0.0, "Stop with a checkpoint after this many minutes; 0 means no limit.")
     loss: str = _same(
         "cross_entropy",
-        "cross_entropy, weighted_cross_entropy, mse, own (the model's), or package.module:function(output, targets).",
+        "cross_entropy, weighted_cross_entropy, mse, own (the model's own loss), "
+        "or package.module:function(output, targets).",
     )
     loss_weights: tuple[NonNegative, ...] = _same((), "Class weights for weighted_cross_entropy.", example=(1.0, 0.5))
     max_norm: NonNegative = _same(1.0, "Clip gradients to this norm over all stages; 0 disables clipping.")
@@ -112,9 +111,9 @@ class Training:
     seed: Annotated[int, Range(0, 2**63 - 1)] = _same(0, "Random seed of weights, dropout and data order.")
     continuous_steps: bool = _option(
         False,
-        "Let a rank start the next step before the others have finished the current one, with the same results. This "
-        "needs float32 parameters, no float16, no Muon, no gradient accumulation, and memory for a copy of parameters "
-        "and optimizer state.",
+        "Let a rank start the next step before the others have finished the current one, with identical results. "
+        "Requires float32 parameters and memory for a copy of parameters and optimizer state; not compatible with "
+        "float16, Muon or gradient accumulation.",
     )
     deterministic: bool = _warning(False, "Raise an error for operators without a deterministic kernel.")
 
@@ -128,7 +127,9 @@ class Optimizer:
     beta1: Annotated[float, Range(0, below=1)] = _same(0.9, "First beta of AdamW and Adam; momentum of SGD and Muon.")
     beta2: Annotated[float, Range(0, below=1)] = _same(0.95, "Second beta of AdamW and Adam.")
     eps: Positive = _same(1e-8, "Epsilon of AdamW and Adam.")
-    weight_decay: NonNegative = _same(0.1, "Weight decay of matrices; vectors, such as norms and biases, have none.")
+    weight_decay: NonNegative = _same(
+        0.1, "Weight decay of matrices; not applied to vectors, such as norms and biases."
+    )
     implementation: Literal["auto", "for-loop", "foreach", "fused"] = _warning(
         "auto", "Implementation in torch; auto is fused where the device supports it."
     )
@@ -141,7 +142,8 @@ class LRScheduler:
     warmup_steps: NonNegativeInt = _same(30, "Steps over which the learning rate rises from 0.")
     decay_ratio: Annotated[float, Range(-1, 1)] = _same(
         -1.0,
-        "Fraction of the steps, at the end, over which it decays (WSD: 0.1 to 0.2); -1 starts right after the warm-up.",
+        "Final fraction of the steps over which the learning rate decays (0.1 to 0.2 for warmup-stable-decay); -1 "
+        "decays from the end of the warm-up.",
     )
     decay_type: Literal["cosine", "linear", "sqrt", "constant"] = _same(
         "cosine", "Shape of the decay; constant disables it."
@@ -155,19 +157,19 @@ class Parallelism:
 
     launcher: Literal["processes", "threads"] = _option(
         "processes",
-        "How stageline train starts its ranks on this machine: a process each, or threads of one process. Under "
-        "torchrun, SLURM or Ray it starts none, and is one of the ranks there.",
+        "How stageline train starts its ranks on this machine: as processes, or as threads of one process. Ignored "
+        "under torchrun, SLURM or Ray, which start the ranks themselves.",
     )
     pipeline_parallel_degree: Degree = _option(
         -1,
-        "Ranks per pipeline; -1 takes all processes that the other degrees leave. stageline train starts one process "
-        "per GPU, or without GPUs one per core up to 4. 0 takes the number of a schedule file, or up to 4 without one. "
-        "If another degree is -1, the default is 0.",
+        "Ranks per pipeline; -1 takes all processes that the other degrees leave; stageline train starts one per GPU "
+        "or, without GPUs, one per core, up to 4. 0 takes the number of ranks in the schedule file or, without one, "
+        "up to 4. If another degree is -1, the default is 0.",
     )
     data_parallel_replicate_degree: Degree = _option(
         1,
-        "Replicas of the pipeline, each with its share of the batch; -1 takes all remaining processes. If unset, it is "
-        "-1 if no other degree is. 0 means the same as -1 and is deprecated.",
+        "Replicas of the pipeline, each with its share of the batch; -1 takes all remaining processes. If unset, it "
+        "is -1 unless another degree is -1. 0 means -1 and is deprecated.",
     )
     data_parallel_shard_degree: Degree = _option(
         1,
@@ -175,10 +177,10 @@ class Parallelism:
         "samples; -1 takes all remaining processes.",
     )
     tensor_parallel_degree: Degree = _option(
-        1, "Processes that share the work of each module; -1 takes all remaining processes."
+        1, "Processes that split the work of each module; -1 takes all remaining processes."
     )
     shard_optimizer: bool = _option(
-        False, "Divide the optimizer state among the replicas (ZeRO-1), with the same results and less memory."
+        False, "Divide the optimizer state among the replicas (ZeRO-1), with identical results and less memory."
     )
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = _option(
         "default",
@@ -196,14 +198,14 @@ class Parallelism:
         0, "Stages per rank, for families with this option; 0 uses the family's default."
     )
     pipeline_parallel_split: Literal["time", "parameters", "layers"] = _option(
-        "time", "What the split into stages balances: measured time, parameters, or the number of layers."
+        "time", "What to balance between stages: measured time, parameters, or the number of layers."
     )
     replan: Literal["off", "warn", "auto"] = _option(
         "off",
         "If stage times drift from the profile: report it (warn), or switch to a better order of actions (auto).",
     )
     replan_freq: Annotated[int, Range(2)] = _option(10, "Steps between two checks for drift.")
-    stragglers: bool = _option(True, "Report a stage that has become slower than the others and stays so.")
+    stragglers: bool = _option(True, "Report a stage that becomes slower than the others and stays slower.")
     bucket_mb: Positive = _option(25.0, "Megabytes of gradients per all-reduce of the replicas.")
 
 
@@ -237,10 +239,10 @@ class Checkpoint:
         "checkpoint",
         "Folder of the checkpoints, inside the run's folder; or a URL of an object store, such as s3://bucket/run.",
     )
-    interval: PositiveInt = _option(100, "Steps between checkpoints; the last step always has one.")
+    interval: PositiveInt = _option(100, "Steps between checkpoints; one is always saved after the last step.")
     keep_latest_k: NonNegativeInt = _option(3, "Number of newest checkpoints to keep; 0 keeps all.")
     async_mode: Literal["disabled", "async"] = _option(
-        "async", "async writes while training continues; disabled waits until a checkpoint is written."
+        "async", "async writes checkpoints while training continues; disabled waits until each one is written."
     )
     load_step: Annotated[int, Range(-1)] = _option(
         -1, "Resume from the checkpoint of this step; -1 is the newest intact one."
@@ -299,19 +301,19 @@ class Recovery:
     """What happens when a rank is lost; for jobs that stageline itself starts as processes."""
 
     max_restarts: NonNegativeInt = _option(
-        3, "Number of lost ranks that the job survives; 0 ends it at the first loss."
+        3, "Maximum number of lost ranks that the job recovers from; 0 ends the job at the first loss."
     )
     on_loss: tuple[str, ...] = _option(
         ("restart", "spare"),
-        "What to do after a loss; the first possible action is taken. restart restarts the lost rank; spare lets a "
-        "spare process take its place; shrink_replicas trains with the other replicas until it is back; replan makes "
-        "a new plan for the remaining ranks.",
+        "Actions to try, in order, when a rank is lost: restart restarts it; spare replaces it with a spare process; "
+        "shrink_replicas trains with the other replicas until it is back; replan makes a new plan for the remaining "
+        "ranks.",
     )
-    spares: NonNegativeInt = _option(0, "Processes that wait to take the place of a lost rank.")
+    spares: NonNegativeInt = _option(0, "Number of spare processes that can replace a lost rank.")
     memory_interval: NonNegativeInt = _option(
         0,
-        "Steps between copies of the state in host memory, to which all ranks return after a loss; 0 means every step, "
-        "or as many as keep the cost below 2%.",
+        "Steps between copies of the state in host memory, from which all ranks resume after a loss; 0 copies after "
+        "every step, or less often to keep the cost below 2%.",
     )
 
 
@@ -322,10 +324,10 @@ class Sample:
     tokens: NonNegativeInt = _option(
         200, "Number of tokens; 0 disables the sample. It ends with the last complete line, if there is one."
     )
-    prompt: str = _option("def", "Prompt that the text continues.")
+    prompt: str = _option("def", "Prompt to continue.")
     temperature: NonNegative = _option(0.4, "Sampling temperature; 0 always picks the most likely token.")
     top_p: Annotated[float, Range(maximum=1, above=0)] = _option(
-        0.9, "Draw from the most likely tokens whose probabilities add up to this; 1 means all tokens."
+        0.9, "Sample only from the most likely tokens whose probabilities add up to this; 1 means all tokens."
     )
 
 

@@ -158,7 +158,7 @@ def did_you_mean(key: str, prefix: str = "") -> str:
     `prefix` is put before the suggested names.
 
     >>> did_you_mean("parallelism.expert_parallel_degree")
-    '; expert parallel is not supported: keep all experts of a layer on a rank, and shard them with dp_shard'
+    '; expert parallelism is not supported; keep all experts of a layer on a rank, and shard them with dp_shard'
     """
     section, _, name = key.replace("-", "_").rpartition(".")
     if name in NOT_SUPPORTED:
@@ -295,7 +295,7 @@ def _apply(config: Config, data: Mapping[str, Any], errors: list[str], source: s
 def _unknown_section(section: str, content: Any) -> str:
     if isinstance(content, Mapping):
         return f"unknown section [{section}]{nearest(section, sections())}; the sections are {', '.join(sections())}"
-    return f"{section} = {show(content)} is outside any section{did_you_mean(section)}"
+    return f"{section} = {show(content)} is not in a section{did_you_mean(section)}"
 
 
 def _apply_value(config: Config, key: str, value: Any) -> str:
@@ -316,7 +316,7 @@ def _apply_setting(config: Config, setting: str) -> str:
     prefix = "--" if key.startswith("--") else ""
     key = key.removeprefix(prefix).strip()
     if not key:
-        return f"{shorten(setting)} names no option; write section.name=value, for example training.steps=300"
+        return f"{shorten(setting)} does not name an option; write section.name=value, for example training.steps=300"
     option = options().get(key)
     if option is None:
         return f"unknown option {prefix}{key}{did_you_mean(key, prefix)}"
@@ -367,7 +367,7 @@ def to_dict(config: Config) -> dict[str, dict[str, Any]]:
 def from_dict(data: Mapping[str, Any]) -> Config:
     """Return the config of a dict from `to_dict`; options that an older version did not write have their defaults."""
     if not isinstance(data, Mapping):
-        raise StagelineError(f"a config as plain data is a dict of sections, got {shorten(data)}")
+        raise StagelineError(f"a config must be a dict of sections, got {shorten(data)}")
     unknown = [str(section) for section in data if section not in sections()]
     for section, content in data.items():
         if section in sections() and isinstance(content, Mapping):
@@ -394,7 +394,9 @@ def differences(now: Config, before: Config, ignore: Iterable[str] = ()) -> list
     ignored = set(ignore)
     for key in ignored:
         if key not in options() and key not in sections():
-            raise StagelineError(f"ignore names {key!r}, which is neither an option nor a section{did_you_mean(key)}")
+            raise StagelineError(
+                f"ignore contains {key!r}, which is neither an option nor a section{did_you_mean(key)}"
+            )
     return [
         f"{key} is {show(option.get(now))} but was {show(option.get(before))}"
         for key, option in options().items()

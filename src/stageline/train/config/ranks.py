@@ -103,7 +103,7 @@ def degree_errors(options: Parallelism) -> Iterator[str]:
             yield f"parallelism.{name} is 0; it must be at least 1, or -1 for the rest"
     rests = [f"parallelism.{name}" for name in Degrees._fields if _degree(options, name) == REST]
     if len(rests) > 1:
-        yield f"{' and '.join(rests)} are both the rest (-1), and only one can be; set one of them to 1 or more"
+        yield f"{' and '.join(rests)} are both -1 (the rest), but only one can be; set one of them to 1 or more"
 
 
 def _degree(options: Parallelism, name: str) -> int:

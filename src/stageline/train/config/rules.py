@@ -77,7 +77,8 @@ def _hugging_face(path: Path) -> Iterator[str]:
         if not is_hub_name(str(path)):
             yield (
                 f"model.name is {shown}; it must be gpt{nearest(str(path), ['gpt'])}, an existing config.json, a "
-                "folder that holds one, a model of the Hugging Face hub (owner/name), or package.module:function"
+                "folder that contains one, a model on the Hugging Face hub (owner/name), "
+                "or package.module:function"
             )
         return
     try:
@@ -116,7 +117,7 @@ def _data(config: Config) -> Iterator[str]:
     for key, names in paths.items() if ":" not in training.dataset else ():
         for name in filter(None, map(str.strip, names.split(","))):
             if not os.path.exists(name):
-                yield f"{key} names {show(name)}, which does not exist"
+                yield f"{key} contains {show(name)}, which does not exist"
     if validation.dataset_path and not validation.enable:
         yield (
             f"validation.dataset_path is {show(validation.dataset_path)}, but validation.enable is false; enable "
@@ -213,7 +214,7 @@ def _shards(config: Config) -> Iterator[str]:
         for obstacle, is_present in (compiled | obstacles).items():
             if degree not in (0, 1) and is_present:
                 yield (
-                    f"parallelism.{name} is {degree}, but {obstacle}, which sharded stages do not support yet; change "
+                    f"parallelism.{name} is {degree}, but {obstacle}, which sharded stages do not support; change "
                     "one of the two"
                 )
 
@@ -238,8 +239,8 @@ def _learning_rate(config: Config) -> Iterator[str]:
     if ratio > 0 and warmup + decay > steps:
         longer = f", or at least {math.ceil(warmup / (1 - ratio)) + 1} steps" if ratio < 1 else ""
         yield (
-            f"lr_scheduler.warmup_steps is {warmup} and lr_scheduler.decay_ratio is {ratio} ({decay} steps), together "
-            f"more than training.steps {steps}; use at most {steps - decay} warm-up steps{longer}"
+            f"lr_scheduler.warmup_steps is {warmup} and lr_scheduler.decay_ratio is {ratio} ({decay} steps), which "
+            f"together exceed training.steps {steps}; use at most {steps - decay} warm-up steps{longer}"
         )
 
 
@@ -284,13 +285,13 @@ def _schedule(config: Config) -> Iterator[str]:
     if layout.pipeline_parallel_chunks and "chunks" not in family.options:
         yield (
             f"parallelism.pipeline_parallel_chunks is {layout.pipeline_parallel_chunks}, but {key} is {name}, which "
-            "has no such choice; use 0, or a family with chunks, for example interleaved"
+            "has no option for chunks; use 0, or a family with chunks, for example interleaved"
         )
     elif local % size == 0:
         try:
             fixed = fixed_schedule(layout, ranks, local // size)
             if fixed is not None and not fixed.training:
-                yield f"{key} is {name}, which is for inference; use a family that trains, or auto"
+                yield f"{key} is {name}, which is for inference only; use a family that trains, or auto"
         except StagelineError as error:
             yield (
                 f"{key} is {name}, with parallelism.pipeline_parallel_degree {ranks} and {local // size} microbatches "
@@ -303,7 +304,7 @@ def _schedule_file(layout: Parallelism, local: int) -> Iterator[str]:
     ranks, size = ranks_of_job(layout), layout.pipeline_parallel_microbatch_size
     problem = f"parallelism.pipeline_parallel_schedule_csv is {show(file)}"
     if name.lower() != "auto":
-        yield f"{problem}, but parallelism.pipeline_parallel_schedule is {name}; set one of them"
+        yield f"{problem}, but parallelism.pipeline_parallel_schedule is {name}; set only one of them"
     try:
         plan = read_schedule(file)
     except StagelineError as error:
@@ -360,8 +361,8 @@ def _recovery(config: Config) -> Iterator[str]:
     yield from (f"recovery.on_loss {error}" for error in action_errors(recovery.on_loss))
     if recovery.spares and not recovery.max_restarts:
         yield (
-            f"recovery.spares is {recovery.spares}, but they take the place of lost ranks only if "
-            "recovery.max_restarts is above 0; it is 0"
+            f"recovery.spares is {recovery.spares}, but spare processes are used only if recovery.max_restarts is "
+            "above 0; it is 0"
         )
 
 

@@ -76,8 +76,8 @@ def python_documents() -> Documents:
         selected.append(file)
     if not selected:
         raise StagelineError(
-            f"the source of the standard library is not in {folder}; use your own text: training.dataset = "
-            '"text" and training.dataset_path'
+            f"the source of the standard library is not in {folder}; set training.dataset to text, and "
+            "training.dataset_path to your own files"
         )
     description = f"the standard library of Python {sys.version_info[0]}.{sys.version_info[1]}"
     identity = digest(digest_files(selected), "statements without tables")
@@ -336,7 +336,7 @@ def _load_split(path: str, split: str) -> Any:
     try:
         data = library.load_from_disk(path)
     except Exception as error:
-        raise StagelineError(f"datasets cannot read {path}: {error}") from error
+        raise StagelineError(f"the datasets library cannot read {path}: {error}") from error
     if isinstance(data, dict):
         if split not in data:
             raise StagelineError(

@@ -105,8 +105,8 @@ class Loader:
         if saved.get("shuffle") != self.shuffle or (self.shuffle and saved.get("seed") != self.seed):
             old, new = (shorten(seed) for seed in (saved.get("seed"), self.seed))
             raise StagelineError(
-                f"the checkpoint was trained with training.seed {old} (shuffled: {saved.get('shuffle')}), but the "
-                f"seed is {new} now (shuffled: {self.shuffle}); restore it, or start a new run"
+                f"the checkpoint was trained with training.seed {old} (shuffled: {saved.get('shuffle')}), but it is "
+                f"now {new} (shuffled: {self.shuffle}); restore the old values, or start a new run"
             )
         if isinstance(self.source, Stream) and isinstance(saved.get("stream"), dict):
             self.source.load_state(saved["stream"])
@@ -215,7 +215,7 @@ class Prefetch:
                 lambda: self._ready or self._error or self._closed, min(0.2, self._timeout)
             ):
                 if lost := lost_rank():
-                    raise StagelineError(f"{lost}; this job cannot continue: restart it")
+                    raise StagelineError(f"{lost}; this job cannot continue; restart it")
             if self._closed:
                 raise StagelineError("the prefetcher is closed")
             if self._ready:

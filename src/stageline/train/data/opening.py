@@ -61,8 +61,8 @@ class Data:
         for source in (self.train, self.validation):
             if isinstance(source, Tokens):
                 raise StagelineError(
-                    f"collate_fn makes batches of samples, but {source.name} is one row of tokens that is cut into "
-                    "windows; leave out collate_fn, or pass samples as data"
+                    f"collate_fn combines samples into batches, but {source.name} is a single row of tokens, which "
+                    "is cut into windows; leave out collate_fn, or pass samples as data"
                 )
             if source is not None:
                 source.collate_fn = function
@@ -157,8 +157,8 @@ def _validation_kind(kind: str, path: str) -> str:
     if ":" in kind:
         if ":" not in path:
             raise StagelineError(
-                f"validation.dataset_path is {path!r}, but training.dataset is a function; name a function here too, "
-                "as package.module:function"
+                f"validation.dataset_path is {path!r}, but training.dataset is a function; set "
+                "validation.dataset_path to a function too, as package.module:function"
             )
         return path
     return "text" if kind == "python" else kind
@@ -176,7 +176,7 @@ def _vocabulary(config: Config, tokenizer: Tokenizer | None, name: str) -> int:
     if tokenizer is not None and 0 < configured < tokenizer.size:
         raise StagelineError(
             f"model.vocab_size is {configured}, but the tokenizer {tokenizer.name} has {tokenizer.size} tokens; "
-            "use 0 for that size"
+            "set it to 0 to use that size"
         )
     if tokenizer is None and not configured and config.model.name == "gpt":
         raise StagelineError(

@@ -221,18 +221,18 @@ def check_same(saved: Mapping[str, Any], source: Source) -> None:
     >>> check_same(saved, Tokens(np.arange(100), seq_len=10, name="moved"))
     >>> check_same(saved, Tokens(np.arange(90), seq_len=10, name="mine"))
     Traceback (most recent call last):
-    stageline.StagelineError: mine is not the data of the checkpoint: it had 100 tokens and has 90 now...
+    stageline.StagelineError: mine is not the data that the checkpoint was trained on: it had 100 tokens...
     """
     if not isinstance(saved, Mapping) or "fingerprint" not in saved or "kind" not in saved:
         raise StagelineError(
-            f"the checkpoint does not identify its data: {shorten(saved)} is not a result of identity()"
+            f"the checkpoint does not identify its data: {shorten(saved)} is not a value that identity() returned"
         )
     new = source.identity()
     if difference := _difference(saved, new):
         raise StagelineError(
-            f"{source.name} is not the data of the checkpoint: {difference}. Its position would refer to other "
-            "samples. Use the data and options it was trained with, or start a new run (another job.dump_folder) from "
-            "its weights with checkpoint.initial_load_path"
+            f"{source.name} is not the data that the checkpoint was trained on: {difference}. Its position would "
+            "refer to other samples. Use the same data and options, or start a new run (another job.dump_folder) "
+            "from its weights with checkpoint.initial_load_path"
         )
 
 
@@ -348,7 +348,7 @@ def check_tokens(rows: NDArray[Any], vocab_size: int, name: str, describe: Calla
     row, *position = (int(index) for index in np.argwhere((rows >= vocab_size) | (rows < 0))[0])
     raise StagelineError(
         f"{name} has the token {int(rows[(row, *position)])} at {describe(row, position[0] if position else 0)}, but "
-        f"the largest token of the vocabulary is {vocab_size - 1}; set model.vocab_size or model.tokenizer_path to "
+        f"the largest token in the vocabulary is {vocab_size - 1}; set model.vocab_size or model.tokenizer_path to "
         "those of the tokens, and training.dataset_dtype to the dtype of the file"
     )
 

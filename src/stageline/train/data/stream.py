@@ -109,8 +109,8 @@ class Stream:
         elif first < self._drawn:
             if iter(self.iterable) is self.iterable:
                 raise StagelineError(
-                    f"{self.name} is at sample {self._drawn:,} and cannot go back to {first:,}: it is an iterator, "
-                    "which can be read only once; give it a seek(n), or use an iterable whose __iter__ starts over"
+                    f"{self.name} is at sample {self._drawn:,} and cannot go back to {first:,}: an iterator can be "
+                    "read only once; give it a seek(n) method, or use an iterable whose __iter__ starts over"
                 )
             self._drawn, self._epoch, self._iterator = 0, 0, None
         self._skip(first - self._drawn)
@@ -119,8 +119,8 @@ class Stream:
         target, last_note = self._drawn + count, time.monotonic()
         if count > MAX_SILENT_SKIP:
             self.note(
-                f"{self.name}: skipping {count:,} samples to resume at {target:,}; a seek(n) or a state_dict would "
-                "make this immediate"
+                f"{self.name}: skipping {count:,} samples to resume at {target:,}; with a seek(n) or state_dict() "
+                "method, resuming would be immediate"
             )
         while self._drawn < target:
             self._next()
@@ -165,4 +165,4 @@ class Stream:
             if self._can_seek
             else "use an iterable whose __iter__ starts over, or fewer training.steps"
         )
-        return StagelineError(f"{self.name} ended after {self._drawn:,} samples and gave none {retry}: {advice}")
+        return StagelineError(f"{self.name} ended after {self._drawn:,} samples and returned none {retry}: {advice}")

@@ -86,7 +86,7 @@ def _call(name: str, *arguments: Any) -> None:
     code = getattr(loaded, name)(*arguments)
     if code not in (0, _PENDING):
         text = loaded.ncclGetErrorString(code).decode(errors="replace")
-        raise NcclError(f"{name} failed with code {code}: {text}; NCCL_DEBUG=WARN says more")
+        raise NcclError(f"{name} failed with code {code}: {text}; set NCCL_DEBUG=WARN for details")
 
 
 def new_id() -> str:
@@ -163,7 +163,7 @@ class Communicator:
     def _run(self, name: str, *arguments: Any, stream: Any) -> None:
         with self._lock:
             if self._handle is None:
-                raise NcclError("the communicator was aborted, since a rank is lost")
+                raise NcclError("the communicator was aborted because a rank was lost")
             _call(name, *arguments, self._handle, stream.cuda_stream)
 
     def abort(self) -> None:

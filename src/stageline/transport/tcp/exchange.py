@@ -163,7 +163,7 @@ class Exchange:
         data = self._receive_bytes(source, check)
         if len(data) != 8 * count:
             raise TransportError(
-                f"rank {source} sent {len(data) / 8:g} numbers at the end of a step and rank {self._links.rank} "
+                f"rank {source} sent {len(data) / 8:g} numbers at the end of a step, but rank {self._links.rank} "
                 f"expects {count}: one of them evaluates while the other trains, or they run different schedules"
             )
         return data.view(np.float64)
@@ -293,7 +293,7 @@ class SocketGroup:
 
     def _check(self) -> None:
         if self._closed:
-            raise TransportError("the connections of this job were given up")
+            raise TransportError("the connections of this job were closed")
 
     def _run(self, run: Callable[[], Array]) -> Array:
         value = run()

@@ -44,9 +44,7 @@ class Sent(NamedTuple):
         if self._is_intact():
             copies = [memoryview(bytes(piece)) for piece in self.pieces]
         if not self._is_intact():
-            raise TransportError(
-                "a message cannot be sent again, because its tensor was changed in place after it was sent"
-            )
+            raise TransportError("a message cannot be resent because its tensor was changed in place after it was sent")
         return Sent(copies, None, [], self.size)
 
     def _is_intact(self) -> bool:
@@ -294,7 +292,7 @@ class Outbox:
         if self._failure is not None:
             raise TransportError(f"a message could not be sent: {self._problem()}") from self._failure[1]
         if late or self._apart:
-            raise TransportError(f"{late + len(self._apart)} messages were not taken by their receivers")
+            raise TransportError(f"{late + len(self._apart)} messages were not received")
         self.close(max(0.1, end - time.monotonic()))
 
     def close(self, patience: float) -> None:

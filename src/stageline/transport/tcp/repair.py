@@ -77,10 +77,10 @@ def repair(outbound: Outbound, find: FindEndpoint) -> None:
         except ConnectionRefusedError as error:
             refusals += 1
             if refusals == REFUSALS:
-                raise TransportError(f"its process is gone: {error}") from error
+                raise TransportError(f"its process has exited: {error}") from error
         except OSError as error:
             if time.monotonic() - began > deadline:
-                raise TransportError(f"the connection broke and could not be opened again: {error}") from error
+                raise TransportError(f"the connection broke and could not be reopened: {error}") from error
         time.sleep(pause)
         pause = min(1.0, 2 * pause)
 

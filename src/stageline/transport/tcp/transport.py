@@ -96,7 +96,7 @@ class SocketTransport:
         """
         if self._broken:
             raise TransportError(
-                f"rank {self.rank} lost its connections in an earlier step: {self._broken}; start the processes again"
+                f"rank {self.rank} lost its connections in an earlier step: {self._broken}; restart the processes"
             )
         self._turn += TURNS
         self._owed = None if owed is None else dict(owed)
@@ -180,7 +180,7 @@ class SocketTransport:
             if self._owed.get(channel, 0) <= 0:
                 raise TransportError(
                     f"rank {self.rank} has sent all {head.traffic} messages that rank {head.target} expects in this "
-                    f"step, and would send one more: {head}"
+                    f"step, but tries to send one more: {head}"
                 )
             self._owed[channel] -= 1
         self._send(message, channel)
