@@ -152,7 +152,7 @@ def test_module_names_of_the_first_version_still_import(old: str) -> None:
     names: dict[str, object] = {}
     if old in MOVED:
         sys.modules.pop(f"stageline.{old}", None)
-        with pytest.warns(DeprecationWarning, match=rf"stageline\.{old} is now stageline\.{MOVED[old]}"):
+        with pytest.warns(DeprecationWarning, match=rf"stageline\.{old} has moved to stageline\.{MOVED[old]}"):
             exec(code, names)
     else:
         exec(code, names)

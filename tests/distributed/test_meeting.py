@@ -27,7 +27,7 @@ def test_rank_0_stays_until_a_rank_of_another_version_knows_why_it_is_refused(mo
     monkeypatch.setenv("STAGELINE_HOST", "127.0.0.1")
     store = SlowRank()
     store.set("stageline/hello/1", json.dumps({"name": "1a", "address": "", "versions": "stageline 0", "tls": False}))
-    with pytest.raises(sl.StagelineError, match=r"rank 1 runs stageline 0 and rank 0 runs stageline "):
+    with pytest.raises(sl.StagelineError, match=r"rank 1 runs stageline 0, but rank 0 runs stageline "):
         Meeting(store, 0, 2).answer(lambda: False)
     assert store.looks > 3, "the store may end with rank 0"
     assert json.loads(store.get("stageline/answer/1a"))["versions"] != "stageline 0"

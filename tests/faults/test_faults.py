@@ -173,7 +173,7 @@ for fault, kind in (("shape", r"float32 of shape \(1, 4\)"), ("dtype", r"float64
     for stage in range(RANKS - 1):
         FAULTS[f"{fault} of the output of stage {stage}"] = (
             {**STEP, "wire": [fault, "forward", stage]}, stage + 1, f"F of stage {stage + 1}, microbatch 2",
-            rf"the output of stage {stage}, .* of rank {stage} as \[float32 of shape \(4, 4\)\], and got \[{kind}\]",
+            rf"the output of stage {stage}, .* of rank {stage} as \[float32 of shape \(4, 4\)\], but got \[{kind}\]",
         )  # fmt: skip
         FAULTS[f"{fault} of the gradient of stage {stage + 1}"] = (
             {**STEP, "wire": [fault, "backward", stage + 1]}, stage, f"B of stage {stage}, microbatch 2",

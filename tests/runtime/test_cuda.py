@@ -156,4 +156,4 @@ def fails(rank: int) -> str:
 
 def test_a_fault_between_processes_with_a_gpu_is_named_and_overcome() -> None:
     for error in run_ranks(fails, 2, timeout=120):
-        assert "[float32 of shape (3, 3, 8)], and got [float16 of shape (3, 3, 8)]" in error
+        assert "[float32 of shape (3, 3, 8)], but got [float16 of shape (3, 3, 8)]" in error

@@ -141,5 +141,5 @@ def test_a_message_that_was_not_sent_in_its_turn_is_still_refused() -> None:
     host: Any = pipe.runner.host
     honest = host.transport
     host.transport = lambda rank: FaultyTransport(honest(rank), relabel=lambda head: replace(head, microbatch=99))
-    with pytest.raises(sl.PipelineError, match=r"expected the output of .*, and got the output of .* microbatch 99"):
+    with pytest.raises(sl.PipelineError, match=r"expected the output of .*, but got the output of .* microbatch 99"):
         pipe.step(*samples(schedule.microbatches))

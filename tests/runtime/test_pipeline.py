@@ -6,6 +6,7 @@ import copy
 import os
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.nn import functional
 
 import stageline as sl
 from stageline.runtime import stage as stage_module
+from stageline.tensors.random_numbers import random_numbers
 from stageline.testing import assert_same_bits, one_process_step
 from support.gradients import gradients
 from support.pipelines import (
@@ -708,8 +710,12 @@ def test_dropout_outside_of_units_may_begin_to_drop(monkeypatch: pytest.MonkeyPa
             return x
 
     drawn: list[str] = []
-    seeded = stage_module.random_numbers
-    monkeypatch.setattr(stage_module, "random_numbers", lambda *args: (drawn.append(args[-1]), seeded(*args))[1])
+
+    def seeded(seed: int, step: int, microbatch: int, name: str) -> AbstractContextManager[None]:
+        drawn.append(name)
+        return random_numbers(seed, step, microbatch, name)
+
+    monkeypatch.setattr(stage_module, "random_numbers", seeded)
     runs = []
     for ranks in (1, 4):
         torch.manual_seed(14)

@@ -155,7 +155,7 @@ def test_processes_agree_on_whether_there_are_targets() -> None:
         assert "rank 0 received the targets, but rank 1, which reads them, received None" in errors[0]
         assert "rank 1 received the inputs, but rank 0, which reads them, received None" in errors[1]
         assert "are a numpy array" in errors[2]  # what rank 0 refused is not mistaken for missing
-        assert "rank 0 received the targets, and rank 1" in errors[3]
+        assert "rank 0 received the targets, but rank 1" in errors[3]
 
 
 @pytest.mark.parametrize("wrap", [lambda target: target, lambda target: (target,)])

@@ -280,7 +280,7 @@ FAULTS: dict[str, tuple[dict[str, Callable[[Any], Any]], list[str]]] = {
     ),
     "source": (
         {"relabel": lambda header: replace(header, source=2) if header.microbatch == 1 else header},
-        ["expected the output of stage 0, microbatch 1", "of rank 0, and got", "microbatch 1, step 0, of rank 2"],
+        ["expected the output of stage 0, microbatch 1", "of rank 0, but got", "microbatch 1, step 0, of rank 2"],
     ),
     "step": (
         {"relabel": lambda header: replace(header, step=5) if header.microbatch == 1 else header},

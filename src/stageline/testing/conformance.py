@@ -245,7 +245,7 @@ class FaultyTransport:
     Traceback (most recent call last):
         ...
     stageline.common.errors.TransportError: rank 1 expected the output of stage 0, microbatch 0, step 0, of rank 0
-    as [float32 of shape (3,)], and got [int32 of shape (3,)]
+    as [float32 of shape (3,)], but got [int32 of shape (3,)]
     """
 
     def __init__(

@@ -116,10 +116,10 @@ def exercise_launcher(launcher: Launcher, processes: int = 2, timeout: float = 1
     assert sums == [sum(range(processes))] * processes, f"the sum over all ranks is {sums}"
     last = processes - 1
     failure = first_failure(run(_raise_on, last))
-    assert failure is not None and failure.rank == last, f"rank {last} raised an exception, and got {failure}"
+    assert failure is not None and failure.rank == last, f"rank {last} raised an exception, but {failure} was reported"
     assert "planted" in failure.failure, f"the traceback of rank {last} is missing: {failure.failure}"
     death = first_failure(run(_die_on, last))
-    assert death is not None and death.rank == last, f"rank {last} died, and got {death}"
+    assert death is not None and death.rank == last, f"rank {last} died, but {death} was reported"
 
 
 def _place() -> dict[str, str]:

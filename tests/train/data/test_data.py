@@ -229,7 +229,7 @@ def test_tokenizers_that_cannot_be_read_are_named(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(StagelineError, match=r"bad\.json is not a tokenizer\.json"):
         File("bad.json")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(StagelineError, match=r"bad\.json needs tokenizers.*: pip install tokenizers"):
+    with pytest.raises(StagelineError, match=r"bad\.json needs tokenizers.*; run pip install tokenizers"):
         File("bad.json")
 
 

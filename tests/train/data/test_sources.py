@@ -88,12 +88,12 @@ def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     Path("saved").mkdir()
     Path("saved/dataset_info.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(StagelineError, match=r"the dataset saved needs datasets, .*: pip install datasets"):
+    with pytest.raises(StagelineError, match=r"the dataset saved needs datasets, .*; run pip install datasets"):
         open_data(job("dataset", "saved"))
     Path("a.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(StagelineError, match=r"a\.parquet needs pyarrow\.parquet, .*: pip install pyarrow"):
+    with pytest.raises(StagelineError, match=r"a\.parquet needs pyarrow\.parquet, .*; run pip install pyarrow"):
         open_data(job("dataset", "a.parquet"))
 
 

@@ -26,7 +26,7 @@ class OutputForms:
     ...     leaves = [torch.ones(2, dtype=dtype)]
     ...     outputs.note(Message(header, leaves, "tensor", [True], kinds_of(leaves)))
     >>> print(outputs.changes[0])
-    stage 0 passes on [float64 of shape (2,)] for microbatch 0 of step 1, and passed on [float32 of shape (2,)] before
+    stage 0 returned [float64 of shape (2,)] for microbatch 0 of step 1, but returned [float32 of shape (2,)] before
     """
 
     def __init__(self) -> None:
