@@ -159,7 +159,7 @@ def test_a_check_finds_what_the_run_would_refuse(capsys: Capture) -> None:
     many = ("--parallelism.pipeline_parallel_degree", "40")
     (line,) = refused(capsys, "--check", *many)
     assert line.startswith("error: parallelism.pipeline_parallel_degree is 40, which makes 40 stages")
-    assert "with model.n_layers 8, there are 12; use at most 12 ranks" in line
+    assert "with model.n_layers 7, there are 11; use at most 11 ranks" in line
     assert refused(capsys, *many) == [line]  # the run says the same
     for words, expected in (
         ("--parallelism.pipeline_parallel_degree 8 --parallelism.pipeline_parallel_schedule zb-v", "makes 16 stages"),

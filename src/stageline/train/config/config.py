@@ -58,7 +58,10 @@ class Model:
     )
     vocab_size: NonNegativeInt = _same(0, "Vocabulary size of the built-in GPT; 0 uses the tokenizer's.")
     dim: PositiveInt = _same(64, "Width of the built-in GPT.")
-    n_layers: PositiveInt = _same(8, "Blocks of the built-in GPT.")
+    n_layers: PositiveInt = _same(
+        7,
+        "Blocks of the built-in GPT. The head takes as long as a block, so 7 blocks divide evenly among 2 stages.",
+    )
     n_heads: PositiveInt = _same(4, "Attention heads of the built-in GPT.")
     dropout: Annotated[float, Range(0, below=1)] = _same(0.0, "Dropout probability of the built-in GPT.")
     tie_embeddings: bool = _same(False, "Tie the embedding and the head of the built-in GPT.")
