@@ -178,7 +178,7 @@ def test_a_check_finds_what_the_run_would_refuse(capsys: Capture) -> None:
     ):
         assert expected in "\n".join(refused(capsys, "--check", *words.split())), words
     for words in (
-        "--parallelism.pipeline_parallel_degree 12",
+        "--parallelism.pipeline_parallel_degree 11",
         "--parallelism.data_parallel_replicate_degree 2",
         "--activation_checkpoint.mode selective --activation_checkpoint.modules blocks.*",
     ):
