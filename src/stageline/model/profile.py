@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -121,6 +121,29 @@ class Profile:
             return ""
         off = f"the plan may be off by {self.uncertainty:.0%}"
         return f"noisy: {max(varied)[1]} in {self.repeats} measurements; {off}"
+
+    def scaled(self, factor: float) -> Profile:
+        """Return a profile whose layers take `factor` times as long.
+
+        >>> layer = Layer("0", "Linear", 1.0, 1.0, 1.0, 2.0, 8, 8, 8, 0, 8, 0, 0, 1, ranges=((1.0, 1.5),))
+        >>> profile = Profile((layer,), "a machine", "cpu", "2.13", 1, 5).scaled(0.5)
+        >>> profile.layers[0].backward, profile.layers[0].ranges
+        (1.0, ((0.5, 0.75),))
+        """
+        return replace(
+            self,
+            layers=tuple(
+                replace(
+                    layer,
+                    forward=factor * layer.forward,
+                    backward_input=factor * layer.backward_input,
+                    backward_weight=factor * layer.backward_weight,
+                    backward=factor * layer.backward,
+                    ranges=tuple((factor * low, factor * high) for low, high in layer.ranges),
+                )
+                for layer in self.layers
+            ),
+        )
 
     def costs(
         self, stages: Sequence[tuple[int, int]], *, transfer: PerPair = 0.0, bandwidth: PerPair | None = None

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,7 +47,8 @@ from stageline.train.task import Task, looks_ahead
 
 MAX_MEASURED_RANKS = 8
 """Up to this many ranks, the messages between neighbours are measured."""
-OVERHEAD_REPEATS = 6
+MIN_STAGES_REPEATS, MAX_STAGES_REPEATS, STAGES_SECONDS = 6, 20, 0.5
+"""The model runs in one stage and in two stages so many times, the number depending on how long it takes."""
 OPTIMIZER_REPEATS = 4
 MAX_PARAMETERS = 50_000_000
 """Up to this many parameters, the optimizer is measured."""
@@ -69,6 +71,18 @@ class TransferCosts(NamedTuple):
 
 
 FREE = TransferCosts(0.0, None)
+
+
+class StageTimes(NamedTuple):
+    """What the model takes in stages, for one microbatch."""
+
+    seconds: float
+    """Of a forward and a backward of the whole model as one stage; 0 if unknown."""
+    overhead: float
+    """Of an action, beside its layers."""
+
+
+UNKNOWN = StageTimes(0.0, 0.0)
 
 
 def transfer_costs(host: RankHost, layout: JobLayout) -> TransferCosts:
@@ -114,6 +128,9 @@ class JobMeasurement:
                 "later tokens; use a causal model, or your own samples"
             )
         measured = self._measure()
+        in_stage = self._stage_times.seconds - 2 * self.stage_overhead
+        if in_stage > 0 and not self._config.compile.enable:  # small layers take longer alone than within a stage
+            measured = measured.scaled(in_stage / sum(layer.forward + layer.backward for layer in measured.layers))
         return by_calls(measured, [unit.name for unit in split(model, 1, example=example).units])
 
     @property
@@ -162,19 +179,55 @@ class JobMeasurement:
             taken.append(time.perf_counter() - start)
         return statistics.median(taken[1:])
 
+    @property
     def stage_overhead(self) -> float:
-        """Return the seconds that an action takes beside its layers, on the CPU: those by which a forward and a
-        backward of two stages take longer than those of one."""
+        """The seconds that an action takes beside its layers, on the CPU: those by which a forward and a backward of
+        two stages take longer than those of one."""
+        return self._stage_times.overhead
+
+    @cached_property
+    def _stage_times(self) -> StageTimes:
         if self._layout.device.type != "cpu":
-            return 0.0
+            return UNKNOWN
+        taken: list[tuple[float, float]] = []
         try:
-            with suppress(Exception), torch.random.fork_rng(devices=[]):  # the first step reports what fails
+            with (
+                suppress(Exception),  # the first step reports what fails
+                torch.random.fork_rng(devices=[]),
+                autocast(self._layout.device, self._config.training.mixed_precision_param),
+            ):
                 whole, halves = (split(self._model, count, example=self._example).parts() for count in (1, 2))
-                taken = [_seconds_of(parts, self._example) for parts in (whole, halves) * OVERHEAD_REPEATS]
-                return max(0.0, min(taken[3::2]) - min(taken[2::2])) / 2
-            return 0.0
+                end = time.perf_counter() + STAGES_SECONDS
+                while len(taken) < MIN_STAGES_REPEATS or (
+                    len(taken) < MAX_STAGES_REPEATS and time.perf_counter() < end
+                ):
+                    taken.append((self._seconds_of(whole), self._seconds_of(halves)))
         finally:
             self._model.zero_grad()
+        if len(taken) < MIN_STAGES_REPEATS:
+            return UNKNOWN
+        ones, twos = zip(*taken[1:], strict=True)
+        return StageTimes(statistics.median(ones), max(0.0, min(twos) - min(ones)) / 2)
+
+    def _seconds_of(self, parts: Sequence[nn.Module]) -> float:
+        """Return the seconds of a forward and a backward of stages, one after the other."""
+        start, value = time.perf_counter(), self._example
+        passed: list[tuple[list[Tensor], list[Tensor]]] = []  # what left a stage, and as what it arrived
+        for part in parts:
+            value = part(value)
+            if part is parts[-1] and (loss_fn := self._loss_fn) is not None:
+                value = loss_fn(value, self._targets)
+            sent, layout = pytree.tree_flatten(value)
+            arrived = [
+                leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in sent
+            ]
+            wanted = [index for index, leaf in enumerate(sent) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            passed.append(([sent[index] for index in wanted], [arrived[index] for index in wanted]))
+            value = pytree.tree_unflatten(arrived, layout)
+        for sent, arrived in reversed(passed):
+            grads = [torch.ones_like(leaf) if leaf.grad is None else leaf.grad for leaf in arrived]
+            torch.autograd.backward(sent, grads)
+        return time.perf_counter() - start
 
     @property
     def _loss_fn(self) -> Callable[[Any, Any], Any] | None:
@@ -270,24 +323,6 @@ def choose_schedule(
         return plan(memory=memory, **request), ""
     except NothingFits as error:  # an estimate, so the job may still try
         return plan(**request), in_config_words(str(error))
-
-
-def _seconds_of(parts: Sequence[nn.Module], example: Any) -> float:
-    """Return the seconds of a forward and a backward of stages, one after the other."""
-    start, value = time.perf_counter(), example
-    passed: list[tuple[list[Tensor], list[Tensor]]] = []  # what left a stage, and as what it arrived at the next one
-    for part in parts:
-        sent, layout = pytree.tree_flatten(part(value))
-        arrived = [
-            leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in sent
-        ]
-        wanted = [index for index, leaf in enumerate(sent) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        passed.append(([sent[index] for index in wanted], [arrived[index] for index in wanted]))
-        value = pytree.tree_unflatten(arrived, layout)
-    for sent, arrived in reversed(passed):
-        grads = [torch.ones_like(leaf) if leaf.grad is None else leaf.grad for leaf in arrived]
-        torch.autograd.backward(sent, grads)
-    return time.perf_counter() - start
 
 
 def in_config_words(text: str) -> str:

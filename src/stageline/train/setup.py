@@ -276,7 +276,7 @@ class Setup:
             measurement.memory,
             self._plan_mesh,
             core_shares(self.layout, measured.threads, measured.speeds),
-            measurement.stage_overhead(),
+            measurement.stage_overhead,
             transfer,
         )
         self.notes += [text for text in (measurement.note, note) if text]
