@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from stageline.autograd.engine import in_this_thread
 from stageline.autograd.graphs.options import Compile, compile_options
 from stageline.common.errors import StagelineError, shorten
+from stageline.common.heap import keep_memory
 from stageline.model import huggingface
 from stageline.model._torch_private import hook_dictionaries, tensors_in
 from stageline.model.compiled_models import compiled, eager, unwrapped
@@ -147,6 +148,9 @@ def profile_layers(
         if compile is not False:
             stack.enter_context(compiled(modules, compile_options(compile, split=True)))
         compute_device = torch.device(device) if device is not None else _device_of(traces)
+        on_gpu = compute_device.type == "cuda"
+        if not on_gpu:
+            keep_memory()  # as a step does
         timer, state = Timer(compute_device), state_storages(modules)
         benchmarks = [[CallBenchmark(trace, call, timer) for call in trace.calls] for trace in traces]
         all_calls = [call for calls in benchmarks for call in calls]
@@ -155,7 +159,6 @@ def profile_layers(
         residues = [sum(call.residue(state) for call in calls) for calls in benchmarks]
         for _ in range(warmup):
             run_round(all_calls, None)
-        on_gpu = compute_device.type == "cuda"
         make_job, count = (lambda: _nothing, 0) if beside is None or on_gpu else beside
         with neighbours_of(make_job, count, launcher) as neighbours:
             totals = repeat(lambda: _run_rounds(all_calls, neighbours), repeats)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from stageline.common.heap import keep_memory
 from stageline.distributed.rank_host import RankExecutors, RankHost
 from stageline.model.stage_module.stage_module import StagePart
 from stageline.runtime.executor import Executor
@@ -29,13 +27,6 @@ if TYPE_CHECKING:
 
 MOST_TIMES = 1 << 16
 """How many action times all ranks together may send with the rest of the summary at the end of a step."""
-
-KEPT = 512 * 2**20
-"""How many unused bytes a heap may keep."""
-LARGE = 32 * 2**20
-"""Allocations of at least this many bytes come directly from the system; glibc's own dynamic limit."""
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_OWN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
 
 
 @dataclass(frozen=True)
@@ -181,19 +172,3 @@ class ExecutorCache:
         twins = stages.placed.twins.get(module, {})
         alone = self._host.single_process
         return ForeignReads(stage, module, holders_of(stages.parts), twins, alone=alone, functions=not stages.compiled)
-
-
-@cache
-def keep_memory() -> bool:
-    """Let glibc keep freed memory, for the whole process, unless the environment configures that.
-
-    A split backward repeatedly holds what W needs and frees it later. By default glibc gives freed memory at the top of
-    its heap back to the system at once, and the next action pays for every page of it again. Returns whether it keeps
-    it; other C libraries are left alone.
-    """
-    configured = any(name in os.environ for name in _OWN) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
-    try:
-        set_option = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError, TypeError):
-        return False
-    return not configured and bool(set_option(_MMAP_THRESHOLD, LARGE)) and bool(set_option(_TRIM_THRESHOLD, KEPT))

@@ -14,7 +14,7 @@ PAGES = 2560
 
 CHILD = """
 import ctypes, resource
-from stageline.runtime.rank_executors import keep_memory
+from stageline.common.heap import keep_memory
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
