@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from stageline.transport.protocol import Header, Message
+from stageline.transport.threads import ThreadHub
 
 TRIPS, LARGE, SIZE = 20, 4, 8 * 2**20
 """Round trips of a small message; one-way messages of so many bytes."""
@@ -57,6 +59,39 @@ def measure_pairs(host: Any, pairs: Iterable[tuple[int, int]], device: torch.dev
         total = host.all_reduce(row)  # and no rank starts before the pair has ended
         rows.append(Pair(first, second, *map(float, total)))
     return rows
+
+
+def measure_threads(compute: Callable[[], object]) -> tuple[float, float]:
+    """Return the seconds that a rank spends on sending a message to another thread, and those until it is received.
+
+    The sender computes before and after; the receiver waits for the message.
+
+    Threads share the interpreter lock: the receiver needs it, while the sender goes on.
+
+    >>> sending, latency = measure_threads(lambda: sum(range(1000)))
+    >>> sending > 0, latency > 0
+    (True, True)
+    """
+    hub, received = ThreadHub(ranks=2), [0.0] * SPACED
+    headers = [Header(0, 1, "forward", 0, microbatch, 0) for microbatch in range(SPACED)]
+
+    def receive() -> None:
+        for number, header in enumerate(headers):
+            hub.end(1).receive(header, 60.0)
+            received[number] = time.perf_counter()
+
+    receiver = threading.Thread(target=receive, name="stageline messages", daemon=True)
+    receiver.start()
+    sent = []
+    for header in headers:
+        compute()
+        began = time.perf_counter()
+        hub.end(0).send(Message(header, [], "", []))
+        sent.append((began, time.perf_counter()))
+    compute()
+    receiver.join()
+    latencies = [end - began for (began, _), end in zip(sent, received, strict=True)]
+    return median(end - began for began, end in sent), median(latencies)
 
 
 def pairs_of(ranks: int) -> Iterator[tuple[int, int]]:

@@ -23,7 +23,7 @@ from stageline.autograd.graphs.options import Compile
 from stageline.common.errors import NothingFits, StagelineError, in_flags
 from stageline.common.files import write_text
 from stageline.common.machine import cores
-from stageline.distributed.pairs import measure_pairs
+from stageline.distributed.pairs import measure_pairs, measure_threads
 from stageline.distributed.rank_host import RankHost
 from stageline.model.build.build import build
 from stageline.model.profile import Profile
@@ -88,7 +88,7 @@ UNKNOWN = StageTimes(0.0, 0.0)
 def transfer_costs(host: RankHost, layout: JobLayout) -> TransferCosts:
     """Measure the messages of neighbouring ranks that are processes on the CPU; all processes of the job call this.
 
-    Those of other jobs count as free: threads pass tensors on as they are.
+    Those of other jobs count as free.
     """
     if not 1 < layout.processes == layout.ranks <= MAX_MEASURED_RANKS or layout.device.type != "cpu":
         return FREE
@@ -184,6 +184,20 @@ class JobMeasurement:
         """The seconds that an action takes beside its layers, on the CPU: those by which a forward and a backward of
         two stages take longer than those of one."""
         return self._stage_times.overhead
+
+    @property
+    def thread_messages(self) -> TransferCosts:
+        """The messages between ranks that are threads, on the CPU, while the sender computes."""
+        if self._layout.device.type != "cpu" or not 1 == self._layout.processes < self._layout.ranks:
+            return FREE
+        try:
+            parts = split(self._model, 1, example=self._example).parts()
+            with suppress(Exception), torch.random.fork_rng(devices=[]):  # the first step reports what fails
+                sending, latency = measure_threads(lambda: self._seconds_of(parts))
+                return TransferCosts(max(0.0, latency - sending), None, sending)
+            return FREE
+        finally:
+            self._model.zero_grad()
 
     @cached_property
     def _stage_times(self) -> StageTimes:

@@ -277,7 +277,7 @@ class Setup:
             self._plan_mesh,
             core_shares(self.layout, measured.threads, measured.speeds),
             measurement.stage_overhead,
-            transfer,
+            transfer if self.layout.processes > 1 else measurement.thread_messages,
         )
         self.notes += [text for text in (measurement.note, note) if text]
         measured.write(path / PROFILE)
