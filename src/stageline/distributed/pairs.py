@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
@@ -14,6 +15,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from stageline.common.errors import PeerFailed
+from stageline.distributed.thread_host import join_started
 from stageline.transport.protocol import Header, Message
 from stageline.transport.threads import ThreadHub
 
@@ -73,23 +76,30 @@ def measure_threads(compute: Callable[[], object]) -> tuple[float, float]:
     (True, True)
     """
     hub, received = ThreadHub(ranks=2), [0.0] * SPACED
+    hub.patience = lambda rank: True
     headers = [Header(0, 1, "forward", 0, microbatch, 0) for microbatch in range(SPACED)]
 
     def receive() -> None:
-        for number, header in enumerate(headers):
-            hub.end(1).receive(header, 60.0)
-            received[number] = time.perf_counter()
+        with suppress(PeerFailed):  # `compute` has raised an error
+            for number, header in enumerate(headers):
+                hub.end(1).receive(header, 60.0)
+                received[number] = time.perf_counter()
 
     receiver = threading.Thread(target=receive, name="stageline messages", daemon=True)
     receiver.start()
     sent = []
-    for header in headers:
+    try:
+        for header in headers:
+            compute()
+            began = time.perf_counter()
+            hub.end(0).send(Message(header, [], "", []))
+            sent.append((began, time.perf_counter()))
         compute()
-        began = time.perf_counter()
-        hub.end(0).send(Message(header, [], "", []))
-        sent.append((began, time.perf_counter()))
-    compute()
-    receiver.join()
+    except BaseException as error:
+        hub.set_failure(0, error, "measuring messages")
+        raise
+    finally:
+        join_started(receiver)
     latencies = [end - began for (began, _), end in zip(sent, received, strict=True)]
     return median(end - began for began, end in sent), median(latencies)
 
