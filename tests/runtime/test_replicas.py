@@ -372,6 +372,7 @@ def mistakes(rank: int) -> list[str]:
     attempt(lambda: pipe.step(x, y[: 9 - odd]))
     attempt(lambda: pipe.step(None if pipe.replica else x, y))
     attempt(lambda: pipe.step(x, y, sync=not odd))
+    attempt(lambda: pipeline(model(), loss_reduction="count").step(x, y, count=4 + pipe.replica))
     frozen = layers[3].requires_grad_(pipe.replica == 0)
     attempt(lambda: pipe.step(x, y))
     frozen.requires_grad_(True)
@@ -409,6 +410,8 @@ def test_a_mistake_in_one_replica_is_said_in_all_and_the_next_step_is_right() ->
         r"rank 3 \(replica 1\) cannot run this batch: StagelineError: there are 9 samples of inputs and 8 of targets",
         r"replica 1: no rank received the inputs",
         r"rank 3 \(replica 1\) and rank 0 \(replica 0\) differ in whether they train, evaluate or predict",
+        r"rank 2 .* differ in count=: rank 2 \(replica 1\) has 5.0 and rank 0 \(replica 0\) has 4.0; pass the number "
+        r"of targets of all replicas together",
         r"replicas 0 and 1 train different parameters on rank 1: \d+ and \d+ elements; freeze the same",
         r"rank 2 \(replica 1\) and rank 0 \(replica 0\) differ in whether they train, evaluate or predict",
         r"rank 3 \(replica 1\) failed .*: StagelineError: stage_kwargs has 'mask' for stage 1",

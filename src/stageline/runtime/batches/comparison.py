@@ -109,6 +109,11 @@ def disagreement(
 RUN, TARGETS, ELEMENTS, FAILED = range(len(NAMES), len(NAMES) + 4)
 """Columns of the row that a process of a replica sends, after the columns of its batch."""
 COMMON = {RUN: "whether they train, evaluate or predict, and in sync=", TARGETS: "count=", SCALE: "scale="}
+REMEDIES = {
+    RUN: "make the same call in all processes",
+    TARGETS: "pass the number of targets of all replicas together",
+    SCALE: "pass the same everywhere",
+}
 
 
 def agree_replicas(
@@ -134,8 +139,9 @@ def agree_replicas(
         flat = known[..., column].reshape(-1)
         if (flat != flat[0]).any():
             odd = int(np.argmax(flat != flat[0]))
-            names = [layout.name(process) for row in layout.rows for process in row]
-            raise PipelineError(f"{names[odd]} and {names[0]} differ in {what}")
+            one, other = (layout.name([process for row in layout.rows for process in row][at]) for at in (odd, 0))
+            values = "" if column == RUN else f": {one} has {float(flat[odd])} and {other} has {float(flat[0])}"
+            raise PipelineError(f"{one} and {other} differ in {what}{values}; {REMEDIES[column]}")
     sizes = known[..., ELEMENTS]
     if (sizes != sizes[0]).any():
         replica, rank = np.argwhere(sizes != sizes[0])[0]
