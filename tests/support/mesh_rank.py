@@ -31,7 +31,7 @@ class Killer(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         self.calls += 1
-        if self.calls == (8 if self.how in ("raise", "column") else 6) and self.rank == 3:
+        if self.how != "clip" and self.calls == (8 if self.how in ("raise", "column") else 6) and self.rank == 3:
             Path(self.file).write_text(str(time.time()))
             if self.how == "raise":
                 raise ArithmeticError("planted")
@@ -42,6 +42,7 @@ class Killer(nn.Module):
 def main(rank: int, folder: str, how: str = "kill") -> None:
     """Train until the job ends, and write what it ended with, and how many seconds after the kill.
 
+    With "clip", the process is killed while others wait for it to clip gradients.
     With "column", every column of the mesh is a pipeline of its own.
     """
     torch.set_num_threads(1)
@@ -61,8 +62,13 @@ def main(rank: int, folder: str, how: str = "kill") -> None:
         deadline=6.0 if how == "raise" else 60.0,
     )
     try:
-        for _ in range(3):
+        for step in range(3):
             pipe.step(*data(pipe.replica))
+            if how == "clip" and step == 1:
+                if rank == 3:
+                    (Path(folder) / "killed").write_text(str(time.time()))
+                    os.kill(os.getpid(), signal.SIGKILL)
+                pipe.clip_grad_norm_(1.0)
         if how == "column" and rank % 2 == 0:  # the other column has lost its process before these steps
             while not (Path(folder) / "said-1").exists():
                 time.sleep(0.02)

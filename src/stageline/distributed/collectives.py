@@ -6,7 +6,8 @@ import datetime
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stageline.common.errors import PipelineError, TransportError, shorten
+from stageline.common.errors import PipelineError, StagelineError, TransportError, shorten
 from stageline.distributed._torch_private import set_group_timeout
 from stageline.distributed.bootstrap import start_together
 from stageline.distributed.failures import JobFailures
@@ -114,6 +115,16 @@ class ProcessCollectives:
         for group in groups:
             if dist.get_backend(group) == "gloo":
                 set_group_timeout(datetime.timedelta(seconds=self.deadline), group)
+
+    @contextmanager
+    def naming_lost(self) -> Iterator[None]:
+        """Let collectives of DTensors outside of steps name the process that died while they waited for it."""
+        try:
+            yield
+        except (StagelineError, NotImplementedError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:
+            raise self._failures.lose(f"{self.name} lost another rank: {error}") from error
 
     def data_group(self, dimensions: Collection[str]) -> ReplicaGroup:
         """The processes that differ from this one in these dimensions of the data alone."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -45,7 +46,7 @@ from stageline.runtime.setup.stages import (
     whole_model,
 )
 from stageline.runtime.setup.start import Blueprint, start
-from stageline.runtime.state_dict import check_state, gather_state, watched
+from stageline.runtime.state_dict import check_shapes, check_state, gather_state, watched
 from stageline.runtime.step import StepRunner
 from stageline.runtime.step_report import Evaluation, StepStats, joined
 from stageline.schedules.schedule import Schedule
@@ -355,12 +356,16 @@ class Pipeline:
         if gather:
             self.broadcast_parameters()
         own = self.runner.stages.state_dict()
-        return gather_state(self.runner.host, self.ranks, own, list(self.model.state_dict())) if gather else own
+        if not gather:
+            return own
+        with self._naming_lost():
+            return gather_state(self.runner.host, self.ranks, own, list(self.model.state_dict()))
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load a state with names of the whole model; the stages of other processes are skipped."""
         self.runner.refuse_in_run()
         check_state(state, set(self.model.state_dict()), set(self.state_dict()), strict)
+        check_shapes(state, self.model.named_parameters(remove_duplicate=False))
         for part in self.runner.stages.local_parts():
             own = part.state_dict()
             part.load_state_dict(
@@ -409,8 +414,13 @@ class Pipeline:
         own = {name: gradient for name, gradient in self.named_gradients() if self.owns(name)}
         if gradients is not None:
             own = {name: gradients[name] for name in own if name in gradients}
-        norms = norms_of([name for name, _ in self.model.named_parameters()], own, norm_type)
+        with self._naming_lost():
+            norms = norms_of([name for name, _ in self.model.named_parameters()], own, norm_type)
         return self.runner.host.all_reduce(norms if self._shards is None else self._shards.sum_norms(norms))
+
+    def _naming_lost(self) -> AbstractContextManager[None]:
+        host = self.runner.host
+        return host.naming_lost() if isinstance(host, ProcessCollectives) else nullcontext()
 
     def owns(self, name: str) -> bool:
         """Whether this process counts and saves a parameter or buffer; in a replica, one process does."""

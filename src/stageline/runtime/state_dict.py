@@ -6,7 +6,7 @@ import inspect
 import json
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -57,6 +57,23 @@ def check_state(state: Any, known: set[str], own: set[str], strict: bool) -> Non
             f"the state dict does not fit the model: {len(missing)} names are missing (first: {missing[:1]}), "
             f"{len(unknown)} are unknown (first: {unknown[:1]})"
         )
+
+
+def check_shapes(state: Mapping[str, Any], parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Refuse a state dict in which a parameter of any process has another shape, before any is loaded.
+
+    >>> check_shapes({"bias": torch.ones(3)}, nn.Linear(2, 2).named_parameters())
+    Traceback (most recent call last):
+        ...
+    stageline.StagelineError: the state dict does not fit the model: bias has the shape (3,), and (2,) in the model
+    """
+    for name, parameter in parameters:
+        value = state.get(name)
+        if isinstance(value, Tensor) and value.shape != parameter.shape:
+            raise StagelineError(
+                f"the state dict does not fit the model: {name} has the shape {tuple(value.shape)}, and "
+                f"{tuple(parameter.shape)} in the model"
+            )
 
 
 def _copy(value: Any) -> Any:
