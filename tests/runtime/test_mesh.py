@@ -22,6 +22,7 @@ from support.meshes import (
     CASES,
     STEPS,
     MeshBlock,
+    MeshModel,
     Scale,
     assert_close,
     assert_same,
@@ -75,6 +76,37 @@ def only_on(applies: bool, part: nn.Module, mesh: Any) -> None:
 def fail_on(fails: bool, part: nn.Module) -> None:
     if fails:
         raise sl.StagelineError("planted")
+
+
+def frozen() -> MeshModel:
+    """A model with frozen parameters, cut and whole ones, on both ranks."""
+    model = own_forward()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(("embedding", "layers.0", "layers.2.up", "layers.3.norm")))
+    return model
+
+
+def compiled(part: nn.Module, mesh: Any) -> None:
+    """Compile blocks in place."""
+    tensor_parallel(part, mesh)
+    for block in part.modules():
+        if isinstance(block, MeshBlock):
+            block.compile(backend="eager")
+
+
+def wrapped(part: Any, mesh: Any) -> None:
+    """Wrap blocks in what recomputes them."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    for name, block in part.named_children():
+        if isinstance(block, MeshBlock):
+            setattr(part, name, checkpoint_wrapper(block))
+
+
+def wrapped_by_torch(part: Any, mesh: Any) -> None:
+    """Put compiled blocks in the place of blocks, as torchtitan does."""
+    for name, block in part.layers.named_children():
+        part.layers.register_module(name, torch.compile(block, backend="eager"))
 
 
 def columns(column: DeviceMesh, rank: int) -> None:
@@ -158,6 +190,9 @@ def on_tensors(rank: int) -> dict[str, Any]:
     # A weight that is tied, and cut in the same way at both ends.
     compare(tied_own_forward(), mesh, sequence_parallel, "zb-v", 4, max_norm=0.5)
     compare(tied_sequential(), mesh, tensor_parallel, "zb-h1", 4)  # tied, and whole
+    # torch's SequenceParallel would train frozen norms.
+    compare(frozen(), mesh, sequence_parallel, "zb-h1", 3, max_norm=0.5)
+    compare(sl.build(frozen, seed=3), mesh, sequence_parallel, "1f1b", 3, source=frozen, seed=3)
     penalize(own_forward(), mesh, sequence_parallel)
     split = pipeline(sequential(), mesh, tensor_parallel, schedule="zb-h1")
     assert split.step(*data(0)).unsplit == 0  # the backward of a layer that is cut runs in two halves
@@ -170,6 +205,8 @@ def on_tensors(rank: int) -> dict[str, Any]:
     pipe.load_state_dict(state)
     for name, value in pipe.state_dict(gather=True).items():
         assert torch.equal(value, state[name]), name
+    misshapen = {**state, "0.weight": torch.ones(3)}  # a process of another stage refuses it, too
+    assert "0.weight has the shape (3,), and (12, 8) in the model" in error_of(lambda: pipe.load_state_dict(misshapen))
     inf = pipe.step(*data(0)).loss
     norms = [pipe.grad_norm(norm_type).item() for norm_type in (1.0, 2.0, float("inf"))]
     grads = [whole_of(grad) for _, grad in pipe.named_gradients() if grad is not None]
@@ -189,10 +226,13 @@ def on_tensors(rank: int) -> dict[str, Any]:
         "samples": error_of(lambda: pipeline(sequential(), mesh, tensor_parallel).step(*data(rank % 2))),
         "replaced": error_of(lambda: pipeline(sequential(), mesh, replaced)),
         "renamed": error_of(lambda: pipeline(sequential(), mesh, renamed)),
+        "wrapped": error_of(lambda: pipeline(sequential(), mesh, wrapped)),
+        "wrapped by torch": error_of(lambda: pipeline(own_forward(), turned["pp"], wrapped_by_torch)),
         "halved": error_of(lambda: pipeline(sequential(), mesh, halved)),
         "nothing": error_of(lambda: pipeline(sequential(), mesh)),
         "graphs": error_of(lambda: pipeline(sequential(), mesh, tensor_parallel, cuda_graphs=True)),
         "compile": error_of(lambda: pipeline(sequential(), mesh, tensor_parallel, compile="eager")),
+        "compiled": error_of(lambda: pipeline(sequential(), mesh, compiled)),
         "two directions": error_of(lambda: pipeline(sequential(), mesh, tensor_parallel, schedule="chimera")),
         "not callable": error_of(lambda: pipeline(sequential(), mesh, "tp")),
         "unnamed": error_of(lambda: pipeline(sequential(), init_device_mesh("cpu", (2, 2)), tensor_parallel)),
@@ -221,10 +261,13 @@ def test_tensor_parallel_rows_train_as_the_plain_loop_and_mistakes_are_named() -
         "replaced": r"parallelize returned another Sequential for stage \d; change the stage in place, and return",
         "renamed": r"parallelize changed the names of the parameters of stage \d: \d.norm.weight is gone and "
         r"\d.other.weight is new; keep the names",
+        "wrapped": r"_checkpoint_wrapped_module.* is new; keep .* \(pass recompute= instead of wrapping modules\)$",
+        "wrapped by torch": r"_orig_mod.* is new; keep .* \(pass compile= instead of wrapping modules\)$",
         "halved": r"parallelize changed the shape of \d.up.weight from \(16, 8\) to \(8, 8\)",
         "nothing": r"the mesh has tp 2, but it is unknown which layers to cut: Sequential has no tp_plan; pass",
         "graphs": r"cuda_graphs=True cannot be combined with stages whose parameters are sharded",
         "compile": r"compile= cannot be combined with tensor-parallel layers \(the mesh has tp 2\)",
+        "compiled": r"cannot be combined with tensor-parallel layers \(the mesh has tp 2\), nor can module.compile\(\)",
         "two directions": r"parallelize is applied to a stage with .*, whose parameters other stages or ranks also use",
         "not callable": r"parallelize must be a function of a stage and a mesh that changes the stage in place, got",
         "unnamed": r"mesh= must be a DeviceMesh whose dimensions are named pp, dp, dp_replicate, dp_shard, tp, in any "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from stageline.train.gpt import GPT
 from support.meshes import (
     VOCABULARY,
     WIDTH,
+    MeshBlock,
     MeshModel,
     compare,
     data,
@@ -173,6 +175,8 @@ def on_dtensors(rank: int) -> dict[str, str]:
     cut = pipeline(fixed_heads(), mesh, cut_attention)
     errors["heads"] = error_of(lambda: cut.step(*data(0)))
     errors["again"] = error_of(lambda: cut.evaluate(*data(0)))
+    compare(heads_of_parts(), mesh, partial(cut_heads_of_parts, heads=1), "zb-h1", 3)
+    errors["parts"] = error_of(lambda: pipeline(heads_of_parts(), mesh, cut_heads_of_parts).step(*data(0)))
     pipe = pipeline(own_forward(), mesh, tensor_parallel)
     pipe.step(*data(0))
     before = {name: local(parameter).clone() for name, parameter in pipe.named_parameters()}
@@ -193,6 +197,7 @@ def test_dtensors_cross_stages_as_parts() -> None:
         )
         assert re.search(fixed + r"they differ from those of the whole layer by 0\.\d+ of the largest", errors["heads"])
         assert "layers.1 (FixedHeads) returns different values" in errors["again"]
+        assert "layers.1.attention (FixedHeadsOfParts) returns different values" in errors["parts"]
         mixed = r"AdamW would update layers.\d.up.weight, which is a DTensor, and .*weight, which is not, in one call"
         assert re.search(mixed, errors["optimizer"])
 
@@ -248,6 +253,51 @@ class FixedHeads(Attention):
     def forward(self, x: Tensor) -> Tensor:
         heads = self.wq(x).unflatten(-1, (self.n_heads, -1))
         return torch.as_tensor(x + self.wo((heads * heads.mean(-1, keepdim=True)).flatten(-2)))
+
+
+class FixedHeadsOfParts(FixedHeads):
+    """The same inside of a block: it takes a whole sequence, and may return a part of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.wq(x).unflatten(-1, (self.n_heads, -1))
+        return torch.as_tensor(self.wo((heads * heads.mean(-1, keepdim=True)).flatten(-2)))
+
+
+class HeadsBlock(MeshBlock):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = FixedHeadsOfParts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.attention(x))
+
+
+def heads_of_parts() -> MeshModel:
+    model = own_forward()
+    model.layers[1] = HeadsBlock()
+    return model.double()
+
+
+def cut_heads_of_parts(part: Any, mesh: Any, heads: int = 2) -> None:
+    """Cut the sequence between the layers, and an attention, as torchtitan does."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    sequence_parallel(part, mesh)
+    plan = {
+        "attention": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        "attention.wq": ColwiseParallel(),
+        "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    for module in part.modules():
+        if isinstance(module, HeadsBlock):
+            parallelize_module(module, mesh["tp"], plan)
+            module.attention.n_heads = heads
 
 
 def fixed_heads() -> MeshModel:

@@ -23,7 +23,7 @@ from stageline.common.errors import StagelineError
 from stageline.runtime._torch_private import Attributes, other_state, pytree
 from stageline.runtime.guards.backward import is_fully_sharded
 from stageline.tensors.random_numbers import Generators
-from stageline.tensors.sharded import is_sharded, whole
+from stageline.tensors.sharded import arrived, is_sharded, whole
 from stageline.tensors.thread_context import plain_precision
 
 if TYPE_CHECKING:
@@ -97,12 +97,22 @@ class _Comparison:
         if generators.moved():
             generators.restore()
             return None
+        if len(mine) == len(expected):
+            expected = [self._part_like(one, other) for one, other in zip(mine, expected, strict=True)]
         if not mine or [one.shape for one in mine] != [other.shape for other in expected]:
             return None
         error = torch.stack([_error(one, other) for one, other in zip(mine, expected, strict=True)]).max()
         dist.all_reduce(error, dist.ReduceOp.MAX, self._mesh.get_group())
         coarse = any(output.dtype.itemsize < 4 for output in expected)
         return float(error) / (COARSER if coarse else 1)
+
+    def _part_like(self, part: Tensor, full: Tensor) -> Tensor:
+        """The rows of a whole output that this process has where it returned a part, such as of a sequence."""
+        size = self._mesh.size()
+        for dimension in range(full.dim() - 1):  # features may be packed
+            if part.shape == (*full.shape[:dimension], full.shape[dimension] / size, *full.shape[dimension + 1 :]):
+                return full.chunk(size, dimension)[self._mesh.get_local_rank()]
+        return full
 
     def _same_on_all(self, tensors: Sequence[Tensor]) -> bool:
         """Whether all processes of the group have the same inputs."""
@@ -132,7 +142,7 @@ class _Comparison:
                     raise
                 return []
             tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-            return [whole(tensor) for tensor in tensors if tensor.is_floating_point()]
+            return [arrived(whole(tensor)) for tensor in tensors if tensor.is_floating_point()]
 
 
 def _error(one: Tensor, other: Tensor) -> Tensor:

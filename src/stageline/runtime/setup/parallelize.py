@@ -13,6 +13,7 @@ from torch import nn
 
 from stageline.common.errors import StagelineError, shorten
 from stageline.model.build.build import Description
+from stageline.model.compiled_models import any_compiled
 from stageline.model.stage_module.stage_module import StagePart
 from stageline.model.tp_plan import plan_of
 from stageline.model.units import layers_of
@@ -91,11 +92,15 @@ def find_parallelize(options: PipelineOptions, layout: Layout, model: nn.Module)
     if function is not None:
         _refuse_beside_shards(options, model)
         if options.compile is not False and layout.tensors > 1:
-            raise StagelineError(
-                f"compile= cannot be combined with tensor-parallel layers (the mesh has tp {layout.tensors}), "
-                "because compiled DTensor code is not verified; leave it out, or use dp_shard"
-            )
+            _refuse_compiled(layout.tensors)
     return function
+
+
+def _refuse_compiled(degree: int) -> None:
+    raise StagelineError(
+        f"compile= cannot be combined with tensor-parallel layers (the mesh has tp {degree}), nor can "
+        "module.compile(), because compiled DTensor code is not verified; leave it out, or use dp_shard"
+    )
 
 
 def _refuse_beside_shards(options: PipelineOptions, model: nn.Module) -> None:
@@ -148,6 +153,8 @@ def _evenly(function: Parallelize, degree: int) -> Parallelize:
         heads = head_counts(part)  # the function may divide them
         answer = function(part, mesh)
         refuse_uneven(part, degree, heads)
+        if any_compiled([part]):
+            _refuse_compiled(degree)
         return answer
 
     return apply_evenly
@@ -194,6 +201,7 @@ def apply(function: Parallelize, stages: Sequence[tuple[int, nn.Module]], mesh: 
             )
         after = dict(part.named_parameters(remove_duplicate=False))
         _refuse_new_names(stage, before, after)
+        _keep_frozen(before, after)
         for module in part.modules():
             if any(map(is_sharded, parameters_of(module).values())):
                 cut.setdefault(id(parameters_of(module)), stage)
@@ -224,7 +232,7 @@ def _refuse_new_names(stage: int, before: dict[str, nn.Parameter], after: dict[s
         texts = [f"{names[0]} {what}" for names, what in ((gone, "is gone"), (new, "is new")) if names]
         raise StagelineError(
             f"parallelize changed the names of the parameters of stage {stage}: {' and '.join(texts)}; keep the "
-            "names, because checkpoints and optimizers find parameters by name"
+            f"names, because checkpoints and optimizers find parameters by name{_wrapper_option(new)}"
         )
     for name, parameter in after.items():
         if tuple(parameter.shape) != tuple(before[name].shape):
@@ -232,6 +240,20 @@ def _refuse_new_names(stage: int, before: dict[str, nn.Parameter], after: dict[s
                 f"parallelize changed the shape of {name} from {tuple(before[name].shape)} to "
                 f"{tuple(parameter.shape)}; cut it with parallelize_module or fully_shard, which keep the whole shape"
             )
+
+
+def _wrapper_option(names: Iterable[str]) -> str:
+    """The option of a pipeline that does what a wrapper with these names of parameters does, as text."""
+    options = {"_checkpoint_wrapped_module": "recompute=", "_orig_mod": "compile="}
+    parts = {part for name in names for part in name.split(".")}
+    return "".join(f" (pass {option} instead of wrapping modules)" for part, option in options.items() if part in parts)
+
+
+def _keep_frozen(before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter]) -> None:
+    """Freeze what was frozen: torch's `SequenceParallel` replaces frozen parameters by trainable ones."""
+    for name, parameter in after.items():
+        if parameter is not before[name] and not before[name].requires_grad:
+            parameter.requires_grad_(False)
 
 
 @contextmanager
@@ -247,7 +269,7 @@ def _only_own_units(part: nn.Module) -> Iterator[None]:
         for children, entries in hidden:
             own = dict(children)
             children.clear()
-            children.update({name: own.get(name) or module for name, module in entries.items()})
+            children.update({name: module if own.get(name) is None else own[name] for name, module in entries.items()})
 
 
 def groups_of(parts: Iterable[nn.Module], mesh: DeviceMesh | None) -> list[Any]:
