@@ -152,6 +152,11 @@ def test_doctor_needs_no_record_of_the_killed_rank(tmp_path: Path, capsys: Captu
     assert "pid 77 on node7" in out
 
 
+def test_doctor_finds_the_records_of_a_run(tmp_path: Path, capsys: Capture) -> None:
+    flights(tmp_path / "run" / "flight")
+    assert call(["doctor", str(tmp_path / "run")], capsys).startswith("job job1: 1f1b, 4 ranks")
+
+
 def test_doctor_shows_the_schedule_of_a_pipeline_that_failed(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -306,6 +306,16 @@ def test_trace_writes_pictures_of_both(tmp_path: Path, capsys: Capture) -> None:
     assert len(arrows) == len(set(arrows))
 
 
+def test_trace_of_a_run_is_that_of_its_newest_measured_step(tmp_path: Path, capsys: Capture) -> None:
+    folder = tmp_path / "run" / "timeline"
+    folder.mkdir(parents=True)
+    assert "run has no measured step: no file in" in call("trace run", capsys, code=2)
+    in_seconds().write(folder / "step-00000100.json")
+    sl.simulate(sl.schedule("gpipe", 2, 2)).write(folder / "step-00000050.json")
+    in_seconds().write(folder / "planned.json")
+    assert call("trace run", capsys) == call("trace run/timeline/step-00000100.json", capsys)
+
+
 def test_trace_says_what_is_wrong_in_one_line(capsys: Capture) -> None:
     sl.schedule("1f1b", 2, 2).write("schedule.json")
     assert "schedule.json: not a timeline" in call("trace schedule.json", capsys, code=2)

@@ -16,6 +16,7 @@ from stageline.cli.options import Json
 from stageline.cli.output import console, print_json, printable, table
 from stageline.common.errors import StagelineError, shorten
 from stageline.common.units import format_size, parse_size
+from stageline.train.run_folder import checkpoints_of
 
 if TYPE_CHECKING:
     from stageline.train.checkpoint import Checkpoint, Damage
@@ -25,7 +26,7 @@ CheckpointPath = Annotated[
     str,
     Argument(
         metavar="PATH",
-        help="A checkpoint (step-00000100), or a folder of them; also a URL like s3://…",
+        help="A checkpoint (step-00000100), a folder of them, or the folder of a run; also a URL like s3://…",
         show_default=False,
     ),
 ]
@@ -45,7 +46,8 @@ def root() -> None:
     """Verify, list and convert the checkpoints of a training job.
 
     Examples:
-      stageline checkpoint list outputs/checkpoint
+      stageline checkpoint list outputs
+      stageline checkpoint convert outputs model
     """
 
 
@@ -59,7 +61,7 @@ def verify(
     The exit code is 0 if all are intact, 1 if one is damaged, and 2 if there is no checkpoint.
 
     Examples:
-      stageline checkpoint verify outputs/checkpoint
+      stageline checkpoint verify outputs
       stageline checkpoint verify outputs/checkpoint/step-00000100 --json
     """
     from stageline.train.checkpoint.reader import inspect
@@ -90,7 +92,8 @@ def list_(path: CheckpointPath, json: Json = False) -> None:
     """List checkpoints: step, size, time, model, writers, and whether all files exist with the right sizes.
 
     Examples:
-      stageline checkpoint list outputs/checkpoint
+      stageline checkpoint list outputs
+      stageline checkpoint list s3://bucket/run
     """
     from rich.text import Text
 
@@ -134,7 +137,8 @@ def convert(
         str,
         Argument(
             metavar="PATH",
-            help="A checkpoint (step-00000100), a folder of them, or a checkpoint of torch.distributed.checkpoint.",
+            help="A checkpoint (step-00000100), a folder of them, the folder of a run, or a checkpoint of "
+            "torch.distributed.checkpoint.",
             show_default=False,
         ),
     ],
@@ -167,14 +171,14 @@ def convert(
 ) -> None:
     """Export the weights, without the optimizer, for from_pretrained, sl.load_weights or torch.distributed.checkpoint.
 
-    If PATH is a folder of checkpoints, the newest intact one is used. Existing files are never overwritten. The
+    If PATH contains several checkpoints, the newest intact one is used. Existing files are never overwritten. The
     built-in GPT is written as a transformers GPT-2; for a model with a LoRA adapter, only the adapter is written, for
     peft.
 
     Examples:
-      stageline checkpoint convert outputs/checkpoint model --dtype bfloat16
-      stageline checkpoint convert checkpoint/step-00000100 model.safetensors
-      stageline checkpoint convert outputs/checkpoint model --format dcp
+      stageline checkpoint convert outputs model --dtype bfloat16
+      stageline checkpoint convert outputs/checkpoint/step-00000100 model.safetensors
+      stageline checkpoint convert outputs model --format dcp
       stageline checkpoint convert torchtitan/step-1000 model --trust-pickle
     """
     from stageline.train.checkpoint.convert import convert as write
@@ -202,9 +206,8 @@ def _checkpoint_folders(text: str) -> list[Location]:
     from stageline.train.checkpoint import CheckpointError, published
     from stageline.train.checkpoint.folder import step_of
     from stageline.train.checkpoint.manifest import MANIFEST
-    from stageline.train.checkpoint.remote import location
 
-    path = location(text)
+    path = checkpoints_of(text)
     name = path.absolute().name if isinstance(path, Path) else path.name
     if step_of(name) is not None or (path / MANIFEST).exists():
         if not path.is_dir():
@@ -216,16 +219,18 @@ def _checkpoint_folders(text: str) -> list[Location]:
         raise CheckpointError(f"{path} does not exist; expected a checkpoint, or a folder of them")
     folders = published(path)
     if not folders:
-        raise CheckpointError(f"{path} has no checkpoints: it contains no folders with names like step-00000100")
+        raise CheckpointError(
+            f"{path} has no checkpoints: it contains neither folders with names like step-00000100 nor the config.toml "
+            "of a run"
+        )
     return folders
 
 
 def _intact_checkpoint(text: str) -> Checkpoint:
     from stageline.train.checkpoint import CheckpointError, newest
     from stageline.train.checkpoint.reader import inspect
-    from stageline.train.checkpoint.remote import location
 
-    path = location(text)
+    path = checkpoints_of(text)
     if _checkpoint_folders(text) != [path]:
         intact = newest(path, on_damage=_warn)
         assert intact is not None  # there is a checkpoint, and `newest` raises if all are damaged

@@ -9,6 +9,7 @@ from typer import Argument
 
 from stageline.cli.options import Json
 from stageline.cli.output import add_ranks, console, print_json, printable, table
+from stageline.train.run_folder import FLIGHT
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,7 +20,10 @@ if TYPE_CHECKING:
 
 def command(
     files: Annotated[
-        list[Path], Argument(metavar="FILE|FOLDER...", help="Flight records, or folders of them.", show_default=False)
+        list[Path],
+        Argument(
+            metavar="FILE|FOLDER...", help="Flight records, folders of them, or folders of runs.", show_default=False
+        ),
     ],
     json: Json = False,
 ) -> None:
@@ -30,13 +34,15 @@ def command(
     only those of the newest job are read.
 
     Examples:
-      stageline doctor outputs/flight
+      stageline doctor outputs
+      stageline doctor stageline-flight
       stageline doctor stageline-flight-1a2b3c4d-rank0.json --json
     """
     from stageline.faults.diagnosis import diagnose
     from stageline.faults.flight_recorder import find_flights, merge, read_flight
 
-    records, left_out = merge(map(read_flight, find_flights(files)))
+    folders = [path / FLIGHT if (path / FLIGHT).is_dir() else path for path in files]
+    records, left_out = merge(map(read_flight, find_flights(folders)))
     diagnosis = diagnose(records)
     if json:
         print_json({**diagnosis.to_json(), "other_jobs": left_out})

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from typer import Argument, Option
 
 from stageline.common.errors import StagelineError
 from stageline.train.config.config import Parallelism
-from stageline.train.config.io import read_config
 from stageline.train.config.ranks import processes_to_start
-from stageline.train.run_folder import CONFIG
+from stageline.train.run_folder import checkpoints_of
 
 
 def command(
@@ -63,12 +61,10 @@ def command(
       stageline generate outputs --greedy --ranks 2 --launcher threads
     """
     from stageline.train.checkpoint.manifest import MANIFEST
-    from stageline.train.checkpoint.remote import checkpoint_folder, location
+    from stageline.train.checkpoint.remote import location
 
-    where = location(run)
-    if isinstance(where, Path) and (where / CONFIG).is_file():
-        where = checkpoint_folder(where, read_config(where / CONFIG).checkpoint.folder)
-    elif not where.exists():
+    where = checkpoints_of(run)
+    if not location(run).exists():
         raise StagelineError(f"{run} does not exist; expected the folder of a run, such as outputs")
     check_checkpoints(run, str(where), is_checkpoint=(where / MANIFEST).exists())
     choices = {"temperature": 0.0 if greedy else temperature, "top_k": top_k, "top_p": top_p, "seed": seed}

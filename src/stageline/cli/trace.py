@@ -10,6 +10,7 @@ from typer import Argument, Option
 
 from stageline.cli.options import CostOptions, DrawingOptions, expand, output_option
 from stageline.cli.output import MAX_RANKS, add_ranks, console, print_charts, print_json, save, table
+from stageline.common.errors import StagelineError
 from stageline.common.files import read_text
 from stageline.timeline import draw
 from stageline.timeline.draw.palette import OWN_UNIT, number, shown_time
@@ -18,6 +19,7 @@ from stageline.timeline.explain import MEANINGS, Explanation, Parts, explain, sl
 from stageline.timeline.io import PLANNED, read_timeline
 from stageline.timeline.simulate import simulate
 from stageline.timeline.timeline import NOT_ALIGNED, Timeline, shown_bubble
+from stageline.train.run_folder import TIMELINES, timeline_step
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,7 +31,14 @@ MAX_SLOW = 5
 
 @expand
 def command(
-    run: Annotated[Path, Argument(metavar="RUN", help="A file written by pipe.timeline.write(…).", show_default=False)],
+    run: Annotated[
+        Path,
+        Argument(
+            metavar="RUN",
+            help="A file written by pipe.timeline.write(…); or the folder of a run, for its newest measured step.",
+            show_default=False,
+        ),
+    ],
     prices: CostOptions,
     plan: Annotated[
         Path | None,
@@ -48,10 +57,12 @@ def command(
     times, in the unit of the file (seconds for a measured step); the defaults shown below do not apply.
 
     Examples:
+      stageline trace outputs
       stageline trace outputs/timeline/step-00000200.json
       stageline trace run.json --plan plan.json
       stageline trace run.json --forward 0.010 --transfer 0 --html run.html
     """
+    run = _measured_file(run)
     measured = read_timeline(run)
     if not measured.is_aligned:
         _own_times(measured, drawing)
@@ -76,6 +87,20 @@ def command(
     print_charts(out, both, names)
     out.print()
     _explain(out, explanation, source)
+
+
+def _measured_file(run: Path) -> Path:
+    """Return the file itself, or that of the newest measured step in the folder of a run."""
+    if not run.is_dir():
+        return run
+    folder = run / TIMELINES if (run / TIMELINES).is_dir() else run
+    steps = {step: path for path in folder.iterdir() if (step := timeline_step(path)) is not None}
+    if not steps:
+        raise StagelineError(
+            f"{run} has no measured step: no file in {folder} is named like step-00000050.json; a training job writes "
+            "one every metrics.timeline_freq steps, and after the last"
+        )
+    return steps[max(steps)]
 
 
 def _plan_of(run: Path, plan: Path | None, measured: Timeline) -> tuple[Timeline | None, str]:

@@ -234,7 +234,10 @@ def find_flights(paths: Iterable[str | Path]) -> list[Path]:
         if path.is_dir():
             inside = sorted(path.glob(f"{FORMAT}-*-rank*.json"))
             if not inside:
-                raise FlightError(f"{path} has no flight records: no file is named {FORMAT}-JOB-rankN.json")
+                raise FlightError(
+                    f"{path} has no flight records: no file is named {FORMAT}-JOB-rankN.json; ranks write them when a "
+                    "step fails"
+                )
             files += inside
         else:
             files.append(path)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import fcntl
 import re
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from stageline.common.errors import StagelineError
 from stageline.common.files import write_text
 from stageline.train.config.config import Config
 from stageline.train.config.io import FIXED, FREE, WARN, differences, read_config, write_toml
+
+if TYPE_CHECKING:
+    from stageline.train.checkpoint.remote import Location
 
 CONFIG, ENVIRONMENT, METRICS, LOCK = "config.toml", "environment.json", "metrics.jsonl", "lock"
 PROFILE, PLAN, CHOICE = "profile.json", "plan.json", "choice.json"
@@ -23,6 +26,16 @@ FLIGHT = "flight"
 def timeline_file(step: int) -> str:
     """Return the name of the timeline of a step."""
     return f"{TIMELINES}/step-{step:08}.json"
+
+
+def checkpoints_of(path: str) -> Location:
+    """Return the folder of a run's checkpoints; a path that is not the folder of a run is returned as it is."""
+    from stageline.train.checkpoint.remote import checkpoint_folder, location
+
+    folder = location(path)
+    if not isinstance(folder, Path) or not (folder / CONFIG).is_file():
+        return folder
+    return checkpoint_folder(folder, read_config(folder / CONFIG).checkpoint.folder)
 
 
 def timeline_step(path: Path) -> int | None:

@@ -748,6 +748,14 @@ def test_checkpoints_are_listed_verified_and_converted(tmp_path: Path, capsys: C
     assert sorted(os.listdir(tmp_path)) == ["c", "one.safetensors"]
 
 
+def test_the_folder_of_a_run_stands_for_its_checkpoints(tmp_path: Path, capsys: Capture) -> None:
+    save_steps(tmp_path / "run/saved", 1, 2)
+    (tmp_path / "run/config.toml").write_text('[checkpoint]\nfolder = "saved"\n')
+    assert "2 of 2 checkpoints are intact" in call(["verify", str(tmp_path / "run")], capsys)
+    assert len(json.loads(call(["list", str(tmp_path / "run"), "--json"], capsys))) == 2
+    assert "saved/step-00000002" in call(["convert", str(tmp_path / "run"), str(tmp_path / "model")], capsys)
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
