@@ -69,7 +69,7 @@ def test_a_wrong_field_is_named_with_its_value(change: dict[str, Any], message: 
 
 
 def test_missing_and_unknown_fields_are_named() -> None:
-    with pytest.raises(JsonError, match="'record' lacks 'name'; it has: name, size"):
+    with pytest.raises(JsonError, match="'record' lacks 'name'; its fields: name, size"):
         from_json(Record, {key: value for key, value in GOOD.items() if key != "name"}, "record")
     with pytest.raises(JsonError, match="'record' has an unknown 'nmae'"):
         from_json(Record, GOOD | {"nmae": 1}, "record", allow_unknown=False)

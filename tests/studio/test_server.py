@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import json
 import signal
 import socket
@@ -18,6 +19,7 @@ import pytest
 
 import stageline as sl
 from stageline.cli.app import run
+from stageline.studio.app import Studio, make_app
 from stageline.studio.server import listen
 from stageline.train.events import MetricsFile
 from support.profiles import even
@@ -136,6 +138,40 @@ def test_a_wrong_request_gets_a_sentence(served: RunningStudio, change: dict[str
     response = served.request("api/simulate", SHOWN | change)
     assert response.status == 400
     assert sentence in response.json["error"]
+
+
+@pytest.mark.parametrize(
+    "path", ["simulate", "export", "synthesis", "runs", "runs/timelines", "profile", "profile/run", "plan"]
+)
+def test_a_request_that_is_no_object_gets_a_sentence(served: RunningStudio, path: str) -> None:
+    response = served.request(f"api/{path}", [1])
+    assert (response.status, response.json) == (400, {"error": "'request' must be an object, got [1]"})
+
+
+def test_a_defect_of_the_studio_reaches_the_page_as_a_sentence(caplog: pytest.LogCaptureFixture) -> None:
+    defective = Studio("token")
+    defective.runs.profiles = lambda: [][0:1] + 1  # type: ignore[method-assign, operator]
+    messages: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        messages.append(message)
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    scope = {"type": "http", "method": "GET", "path": "/token/api/profiles", "query_string": b"", "root_path": "",
+             "server": ("127.0.0.1", 80), "headers": [(b"host", b"127.0.0.1:80")]}  # fmt: skip
+    asyncio.run(make_app(defective)(scope, receive, send))
+    assert messages[0]["status"] == 500
+    assert json.loads(messages[1]["body"]) == {"error": "the studio failed to answer; its terminal shows the error"}
+    assert "the studio failed to answer /token/api/profiles" in caplog.text
+
+
+def test_a_synthesis_of_another_studio_is_not_one_of_this_studio(served: RunningStudio) -> None:
+    served.request("api/synthesis", {"ranks": 2, "microbatches": 4, "time_limit": 1})
+    shown = {"ranks": 2, "microbatches": 4, "panels": [{"family": "synthesized", "job": "1"}]}
+    (panel,) = served.request("api/simulate", shown).arrays["panels"]
+    assert panel["error"].startswith("this studio does not have the synthesized schedule of this address; press Synth")
 
 
 def test_a_family_that_does_not_fit_is_an_error_of_its_panel(served: RunningStudio) -> None:

@@ -174,7 +174,7 @@ def from_json(
     >>> from_json(Size, {"name": "a"}, "size")
     Traceback (most recent call last):
     ...
-    stageline.common.errors.JsonError: 'size' lacks 'bytes'; it has: name, bytes, note
+    stageline.common.errors.JsonError: 'size' lacks 'bytes'; its fields: name, bytes, note
     """
     if not isinstance(data, dict):
         raise _mismatch(where, "an object", data)
@@ -182,7 +182,7 @@ def from_json(
     hints, required = _fields(kind)
     for problem, names in (("lacks", required - data.keys()), ("has an unknown", data.keys() - hints.keys())):
         if names and not (allow_unknown and problem != "lacks"):
-            raise JsonError(f"{_quote(where)} {problem} {shorten(min(names))}; it has: {', '.join(hints)}")
+            raise JsonError(f"{_quote(where)} {problem} {shorten(min(names))}; its fields: {', '.join(hints)}")
     prefix = f"{where}." if prefix is None else prefix
     values = {name: convert(data[name], hints[name], prefix + name) for name in hints if name in data}
     return expected(**values)

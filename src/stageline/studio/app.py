@@ -8,6 +8,7 @@ at it (DNS rebinding); and `Origin`, where a browser sends it, must be the page'
 from __future__ import annotations
 
 import hmac
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,9 @@ def _endpoint(guard: Guard, answer: Callable[[Any, Any], Any]) -> Callable[[Any]
             return response({"error": str(error)}, 400)
         except LookupError:
             return response({"error": "there is no such page"}, 404)
+        except Exception:  # the page shows a sentence, the terminal the cause
+            logging.getLogger("uvicorn.error").exception("the studio failed to answer %s", request.url.path)
+            return response({"error": "the studio failed to answer; its terminal shows the error"}, 500)
 
     return endpoint
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from stageline.common.checked_json import PositiveInt, Range, convert, from_json
+from stageline.common.checked_json import PositiveInt, Range, from_json
 from stageline.common.errors import StagelineError
 from stageline.common.files import read_text
 from stageline.model.profile import Profile, profile_from_text
@@ -31,6 +31,13 @@ class Upload:
 
     name: str
     text: str
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """The run whose profile the page wants, by its index in the list of profiles."""
+
+    run: Annotated[int, Range(0)]
 
 
 class RunProfile(NamedTuple):
@@ -66,9 +73,11 @@ class Profiles:
     def __init__(self) -> None:
         self._profiles: dict[str, Profile] = {}
 
-    def add_run(self, data: Any, profiles: Sequence[RunProfile]) -> dict[str, Any]:
+    def add_run(self, data: object, profiles: Sequence[RunProfile]) -> dict[str, Any]:
         """Keep the profile of one of these runs, and return its layers."""
-        index = convert(data.get("run"), Annotated[int, Range(0, len(profiles) - 1)], "run")
+        index = from_json(RunRequest, data, "request", prefix="").run
+        if index >= len(profiles):
+            raise StagelineError(f"there is no profile {index}; there are {len(profiles)}, counted from 0")
         return self.add({"name": profiles[index].name, "text": read_text(profiles[index].path, "profile")})
 
     def add(self, data: object) -> dict[str, Any]:

@@ -124,7 +124,8 @@ def schedule_of(request: ScheduleRequest, panel: PanelRequest, synthesized: Mapp
     if panel.family == SYNTHESIZED:
         result = synthesized.get(panel.job)
         if result is None:
-            raise ScheduleError("press Synthesize to search for a schedule for these costs")
+            lost = "this studio does not have the synthesized schedule of this address; " if panel.job else ""
+            raise ScheduleError(f"{lost}press Synthesize to search for a schedule for these costs")
         if (result.ranks, result.microbatches) != (request.ranks, request.microbatches):
             raise ScheduleError(
                 f"this schedule was synthesized for {result.ranks} ranks and {result.microbatches} microbatches; press "

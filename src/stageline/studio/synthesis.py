@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import subprocess
 import sys
 import threading
@@ -106,7 +107,6 @@ class Searches:
 
     def __init__(self) -> None:
         self._searches: dict[str, BackgroundSearch] = {}
-        self._number = 0
 
     def start(self, data: object) -> str:
         """Start a search and return its name."""
@@ -114,8 +114,7 @@ class Searches:
         if 3 * request.ranks * request.microbatches * request.chunks > MAX_ACTIONS:
             raise StagelineError(f"a schedule of this size has more than {MAX_ACTIONS:,} actions; use fewer")
         self.stop()
-        self._number += 1
-        name = str(self._number)
+        name = secrets.token_hex(4)  # addresses are shared: another studio must not know it as a search of its own
         self._searches[name] = BackgroundSearch(request)
         for oldest in list(self._searches)[:-MAX_SEARCHES]:
             del self._searches[oldest]
