@@ -12,6 +12,7 @@ import pytest
 import stageline as sl
 from stageline.timeline import draw
 from stageline.train.events import MetricsFile
+from stageline.train.report import make_comparison
 from support.profiles import even
 from support.studios import RunningStudio, chromium, studio
 
@@ -211,3 +212,32 @@ def test_a_tap_shows_the_tooltip_of_a_timeline_in_a_file(visitor: Visitor, tmp_p
     page.touchscreen.tap(box["x"] + 72 + (box["width"] - 80) * 11 / 33, box["y"] + 8)
     wait_until(page, page.locator("#tip"), "stage 0, microbatch 0")
     assert page.locator("#tip").is_visible()
+
+
+def test_runs_of_different_lengths_say_where_they_end(visitor: Visitor, tmp_path: Path) -> None:
+    """Each value is of the step that the chart names, or says its own; a logarithmic axis says so."""
+    for name, num_steps in (("short", 2), ("long", 40)):
+        with MetricsFile(tmp_path / name / "metrics.jsonl") as file:
+            for step in range(1, num_steps + 1):
+                file.write({"event": "step", "step": step, "loss": 2.0, "grad_norm": 1e4 if step == 1 else 1.0})
+    make_comparison([tmp_path / "short", tmp_path / "long"], tmp_path / "comparison.html")
+    with studio(tmp_path) as running:
+        for address in (f"{running.address}#runs", (tmp_path / "comparison.html").as_uri()):
+            page = visitor.browser.new_page()
+            page.goto(address)
+            chart = page.locator("figure:has-text('Loss')")
+            wait_until(page, chart.locator("output"), r"step 40: .*short.* 2\.0000 at 2")
+            plot = chart.locator("[tabindex]").first
+            plot.focus()
+            page.keyboard.press("ArrowLeft")
+            wait_until(page, chart.locator("output"), r"step 39: .*short.* 2\.0000 at 2")
+            page.locator("figcaption:visible", has_text=re.compile(r"Gradient norm.*logarithmic")).wait_for()
+
+
+def test_an_address_with_wrong_values_shows_the_defaults(visitor: Visitor) -> None:
+    page = visitor.open("nosuch?ranks=four&forward=", **WIDE)
+    wait_until(page, figure(page, "First", "Makespan"), r"^33\s*$")
+    assert page.title() == "Schedules · Stageline studio"
+    ranks = page.get_by_label("Ranks, exactly")
+    ranks.fill("0")
+    assert not ranks.evaluate("input => input.validity.valid")

@@ -13,7 +13,8 @@ export class StepChart {
     Object.assign(this, { cursor, title, format, zero, tickFormat, binary, lines: [], marks: [] });
     this.output = element("output");
     this.canvas = element("canvas", { tabIndex: 0, role: "img" });
-    this.figure = element("figure", { class: "chart" }, element("figcaption", {}, element("b", {}, title), this.output), this.canvas);
+    this.scale = element("small", { hidden: true }, ", logarithmic");
+    this.figure = element("figure", { class: "chart" }, element("figcaption", {}, element("span", {}, element("b", {}, title), this.scale), this.output), this.canvas);
     cursor.charts.push(this);
     const move = event => { const box = this.canvas.getBoundingClientRect(); cursor.show(Math.round(this.low + (event.clientX - box.left - LEFT) / (box.width - LEFT - RIGHT) * (this.high - this.low))); };
     this.canvas.addEventListener("pointermove", move); this.canvas.addEventListener("pointerdown", move);
@@ -71,6 +72,7 @@ export class StepChart {
     for (const line of this.lines) this.drawLine(c, line, x, y);
     if (this.cursor.step !== null) { c.fillStyle = colour("--ink"); c.fillRect(x(this.cursor.step) - .5, TOP, 1, bottom - TOP); }
     c.restore();
+    this.scale.hidden = !log;
     this.output.textContent = this.readout();
     this.canvas.setAttribute("aria-label", `${this.title} over the steps. ${this.output.textContent}`);
   }
@@ -93,15 +95,13 @@ export class StepChart {
   }
 
   readout() {
-    const target = this.cursor.step ?? Infinity, parts = [];
-    let shown = 0;
+    const last = Math.max(...this.lines.map(line => line.step[line.step.length - 1])), shown = this.cursor.step ?? last, parts = [];
     for (const { name, step, values, style } of this.lines) {
       if (style === "thin" && this.lines.some(other => other.name === name && other.style === "strong")) continue;
       let low = 0, high = step.length - 1;
-      while (low < high) { const middle = (low + high + 1) >> 1; if (step[middle] <= target) low = middle; else high = middle - 1; }
-      const value = values[low];
-      shown = Math.max(shown, step[low]);
-      parts.push([`${name ? name + " " : ""}${Number.isFinite(value) ? this.format(value) : String(value)}`, value]);
+      while (low < high) { const middle = (low + high + 1) >> 1; if (step[middle] <= shown) low = middle; else high = middle - 1; }
+      const value = values[low], at = step[low] === shown ? "" : ` at ${step[low].toLocaleString("en")}`; // a run may end earlier
+      parts.push([`${name ? name + " " : ""}${Number.isFinite(value) ? this.format(value) : String(value)}${at}`, value]);
     }
     if (parts.length > 5) { // too many to list
       const values = parts.map(part => part[1]).filter(Number.isFinite);

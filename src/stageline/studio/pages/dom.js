@@ -94,7 +94,8 @@ export function latest(action) {
 // The state of a page in its address: only what differs from the default.
 export function readState(defaults) {
   const query = new URLSearchParams(location.hash.split("?")[1] || "");
-  return { ...defaults, ...Object.fromEntries(query) };
+  const isValid = ([key, value]) => typeof defaults[key] !== "number" || (value !== "" && Number.isFinite(+value));
+  return { ...defaults, ...Object.fromEntries([...query].filter(isValid)) };
 }
 export function writeState(page, state, defaults) {
   const changed = Object.entries(state).filter(([key, value]) => String(value) !== String(defaults[key] ?? ""));
@@ -111,7 +112,7 @@ export function columns(title, side, work) {
 export function slider(label, value, { min, max, step, help }, change) {
   const id = "control-" + label.toLowerCase().replace(/\W+/g, "-");
   const range = element("input", { type: "range", id, min, max, step, title: help });
-  const box = element("input", { type: "number", min: 0, step: "any", "aria-label": `${label}, exactly` });
+  const whole = step === 1 && min >= 1, box = element("input", { type: "number", min: whole ? min : 0, step: whole ? 1 : "any", "aria-label": `${label}, exactly` });
   const set = (x, from) => {
     if (x > +range.max) range.max = x;
     if (from !== range) range.value = x;

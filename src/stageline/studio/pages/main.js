@@ -7,12 +7,11 @@ let close = () => {}, opening = 0;
 async function open(event) {
   // Between a click and its event, the page before may have written its state to the address.
   if (event && location.href !== event.newURL) history.replaceState(null, "", event.newURL);
-  const name = location.hash.slice(1).split("?")[0] || "schedules", page = document.getElementById("page"), turn = ++opening, isOpen = () => turn === opening;
-  const load = pages[name] || pages.schedules;
+  const asked = location.hash.slice(1).split("?")[0], name = asked in pages ? asked : "schedules", page = document.getElementById("page"), turn = ++opening, isOpen = () => turn === opening;
   document.querySelectorAll("nav a").forEach(link => { if (link.hash === "#" + name) link.setAttribute("aria-current", "page"); else link.removeAttribute("aria-current"); });
   close(); close = () => {}; hideTip();
   try {
-    const module = await load();
+    const module = await pages[name]();
     if (!isOpen()) return;
     page.replaceChildren();
     document.title = `${name[0].toUpperCase()}${name.slice(1)} · Stageline studio`;

@@ -38,18 +38,18 @@ export async function show(page, isOpen) {
     const known = families.find(each => each.name === state.family);
     options.replaceChildren(...["chunks", "waves"].filter(key => known && key in known.options).map(key => {
       const input = element("input", { type: "number", id: `plan-${key}`, min: "1", max: "16", value: state[key] || known.options[key], oninput: () => change(key, input.value) });
-      return element("div", { class: "control two" }, element("label", { for: `plan-${key}` }, key), input);
+      return element("div", { class: "control two" }, element("label", { for: `plan-${key}` }, key[0].toUpperCase() + key.slice(1)), input);
     }));
   };
   fill();
   const recompute = choice("Recompute", [["none", "nothing"], ["stage", "every stage"]], state.recompute, value => change("recompute", value));
   const gib = 2 ** 30, memory = slider("Cap, GiB", +state.memory || 0, { min: 0, max: 80, step: .5, help: "Memory of a rank; 0 for no cap" }, value => change("memory", value || ""));
-  const optimizer = slider("Optimizer", +state.optimizer, { min: 0, max: 16, step: 1, help: "Bytes of optimizer state per parameter; AdamW has 8" }, value => change("optimizer", value));
+  const optimizer = slider("Optimizer, bytes", +state.optimizer, { min: 0, max: 16, step: 1, help: "Bytes of optimizer state per parameter; AdamW has 8" }, value => change("optimizer", value));
   const transfer = slider("Latency, ms", +state.transfer, { min: 0, max: 5, step: .05, help: "Time of a message, without its size" }, value => change("transfer", value));
-  const bandwidth = slider("GB/s", +state.bandwidth || 0, { min: 0, max: 400, step: 1, help: "Bandwidth between two ranks; 0: only the latency counts" }, value => change("bandwidth", value || ""));
+  const bandwidth = slider("Link, GB/s", +state.bandwidth || 0, { min: 0, max: 400, step: 1, help: "Bandwidth between two ranks; 0: only the latency counts" }, value => change("bandwidth", value || ""));
   sizes.append(family.row, options, recompute.row);
   const search = element("button", { type: "button", class: "main", onclick: () => best() }, "Find the best plan"), balanced = element("button", { type: "button", onclick: () => { state.counts = ""; update(); } }, "Balanced cut");
-  side.append(sizes, element("fieldset", {}, element("legend", {}, "Memory and links"), memory.row, optimizer.row, transfer.row, bandwidth.row), element("fieldset", {}, element("legend", {}, "Cut"), element("div", { class: "buttons" }, balanced, search), element("small", {}, "The search tries all families and their cuts, within the cap.")));
+  side.append(sizes, element("fieldset", {}, element("legend", {}, "Memory and links"), memory.row, optimizer.row, transfer.row, bandwidth.row, element("small", {}, "Memory cap of a rank (0: none), optimizer state per parameter, time of an empty message, bandwidth between two ranks (0: unlimited).")), element("fieldset", {}, element("legend", {}, "Cut"), element("div", { class: "buttons" }, balanced, search), element("small", {}, "The search tries all families and their cuts, within the cap.")));
 
   const request = () => ({ profile: profile.profile, ranks: +state.ranks, microbatches: +state.microbatches, family: state.family, options: Object.fromEntries(["chunks", "waves"].filter(key => state[key]).map(key => [key, +state[key]])),
     counts: state.counts ? state.counts.split(",").map(Number) : null, recompute: state.recompute, transfer: +state.transfer / 1e3, bandwidth: +state.bandwidth ? +state.bandwidth * 1e9 : null, optimizer_bytes: +state.optimizer, memory: +state.memory ? +state.memory * gib : null });

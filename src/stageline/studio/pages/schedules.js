@@ -67,7 +67,6 @@ export async function show(page, isOpen) {
   const sizes = element("fieldset", {}, element("legend", {}, "Schedules"));
   for (const [key, label, max] of [["ranks", "Ranks", 32], ["microbatches", "Microbatches", 64]]) {
     const control = slider(label, +state[key], { min: 1, max, step: 1 }, value => { if (Number.isInteger(value) && value > 0) { change(key, value); bars.fit(); } });
-    control.box.min = 1; control.box.step = 1;
     sizes.append(control.row);
   }
   const names = families.map(family => [family.name, family.name]);
