@@ -75,6 +75,8 @@ def command(
     from stageline.train.generation import Sampling
     from stageline.train.generation_job import GenerationRequest, generate_on, generate_text
 
+    if prompt is not None and prompt.encode(errors="ignore").decode() != prompt:  # bytes that are not UTF-8
+        raise StagelineError(f"--prompt must be UTF-8 text, got {prompt!a}")
     Sampling(**sampling)  # raises if a value is out of range
     request = GenerationRequest(str(where), prompt, tokens, sampling, parallelism, step, tokenizer)
     if processes > 1:

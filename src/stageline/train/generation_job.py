@@ -138,7 +138,7 @@ def _tokenizer(replacement: str, config: Config, checkpoint: Checkpoint) -> Toke
         )
         if replacement or not is_changed:
             return tokenizer
-    elif Path(name).exists() or not saved:
+    elif replacement or Path(name).exists() or not saved:
         return find_tokenizer(name)
     with TemporaryFolder("tokenizer-") as folder:
         for file in saved:
