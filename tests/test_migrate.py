@@ -100,6 +100,12 @@ def test_the_guides_count_the_lines_of_the_scripts() -> None:
         assert "{} lines become {}".format(*counts) in (ROOT / f"docs/migrate/{page}.md").read_text()
 
 
+def test_the_scripts_show_their_losses() -> None:
+    scripts = [path for path in SCRIPTS.glob("*.py") if "losses" in path.read_text()]
+    assert len(scripts) == 8
+    assert all(path.read_text().endswith('print("losses:", losses)\n') for path in scripts)
+
+
 def code_lines(script: Path) -> int:
     """The lines of a script without its docstring, blank lines and comments."""
     lines = script.read_text().splitlines()[1:]

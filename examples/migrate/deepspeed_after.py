@@ -18,3 +18,4 @@ for _ in range(3):
     losses.append(pipe.step(inputs, targets).loss)
     pipe.clip_grad_norm_(1.0)
     optimizer.step()
+print("losses:", losses)

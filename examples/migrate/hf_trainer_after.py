@@ -19,3 +19,4 @@ for _ in range(3):
     losses.append(pipe.step({"input_ids": words, "labels": words}).loss)
     pipe.clip_grad_norm_(1.0)
     optimizer.step()
+print("losses:", losses)

@@ -25,3 +25,4 @@ arguments = TrainingArguments(
 trainer = Trainer(model=model, args=arguments, train_dataset=samples)
 trainer.train()
 losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+print("losses:", losses)

@@ -19,3 +19,4 @@ for inputs, targets in data:
     losses.append(pipe.step(inputs, targets).loss)
     pipe.clip_grad_norm_(1.0)
     optimizer.step()
+print("losses:", losses)

@@ -28,3 +28,4 @@ data = DataLoader(TensorDataset(torch.randn(96, 16), torch.randn(96, 16)), batch
 quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 lightning.Trainer(max_epochs=1, accelerator="cpu", gradient_clip_val=1.0, **quiet).fit(module, data)
 losses = module.losses
+print("losses:", losses)

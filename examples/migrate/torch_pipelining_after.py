@@ -14,3 +14,4 @@ optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
 losses = []
 for stats in pipe.run([(inputs, targets)] * 3, optimizer=optimizer, max_norm=1.0):
     losses.append(stats.loss)
+print("losses:", losses)

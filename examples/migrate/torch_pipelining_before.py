@@ -35,3 +35,4 @@ for _ in range(3):
     dist.broadcast(loss, src=ranks - 1)
     losses.append(loss.item())
 dist.destroy_process_group()
+print("losses:", losses)
