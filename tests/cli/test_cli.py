@@ -133,7 +133,8 @@ def test_the_users_families_are_loaded_from_a_file(tmp_path: Path, capsys: Captu
     )
     assert "makespan 12" in call(f"show mine-from-file -p 2 -m 2 --load {path} --option depth=3", capsys)
     assert "has no option 'dept'" in call(f"show mine-from-file -p 2 -m 2 --load {path} --option dept=3", capsys, 2)
-    assert "cannot load families from" in call("show 1f1b -p 2 -m 2 --load nowhere.py", capsys, code=2)
+    missing = call("show 1f1b -p 2 -m 2 --load nowhere.py", capsys, code=2)
+    assert missing == "error: cannot load families from nowhere.py: no such file\n"
 
 
 def test_a_file_of_families_that_fails_is_one_clear_error(tmp_path: Path, capsys: Capture) -> None:
@@ -337,8 +338,8 @@ def test_a_config_of_hugging_face_is_a_model(models: Path, capsys: Capture) -> N
         ("inspect nothing", "MODEL must be package.module:function or a config.json, got 'nothing'"),
         ("inspect models_of_a_test:mke", "has no function 'mke' (did you mean 'make'?)"),
         ("inspect no_such_module:make", "cannot import no_such_module"),
-        ("inspect models_of_a_test:wrong", "returned a int; it must return a model"),
-        ("inspect none.json", "cannot read the config none.json"),
+        ("inspect models_of_a_test:wrong", "returned int; it must return a model"),
+        ("inspect none.json", "cannot read none.json: No such file or directory; expected a config.json"),
         (
             "check models_of_a_test:alone",
             "does not return a batch; it must return (model, inputs, targets, loss_fn)",

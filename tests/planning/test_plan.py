@@ -484,7 +484,7 @@ def test_the_command_suggests_changes_if_nothing_fits(tmp_path: Path, capsys: py
         assert run(fits) == 0, fits
     capsys.readouterr()
     assert run([*words[:4], "--memory", "100"]) == 2
-    assert "plan needs --microbatches, the number per step, or --batch" in capsys.readouterr().err
+    assert "plan needs --microbatches, their number per step; or --batch" in capsys.readouterr().err
     assert run([*words, "--memory", "0"]) == 2
     assert "--memory must be a number of bytes above 0 or a size like 24GiB" in capsys.readouterr().err
     assert run([*words, "--memory", "much"]) == 2

@@ -41,6 +41,11 @@ def test_too_few_ranks_are_refused(capsys: pytest.CaptureFixture[str], monkeypat
     assert "unknown launcher 'rai' (did you mean 'ray'?)" in capsys.readouterr().err
 
 
+def test_an_unknown_family_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["selftest", "--families", "zb-v,zbv-h1"]) == 2
+    assert "no schedule family is named 'zbv-h1'" in capsys.readouterr().err
+
+
 @pytest.mark.host_matrix
 @pytest.mark.parametrize("rendezvous", ["static", "c10d"])
 def test_under_torchrun(rendezvous: str, tmp_path: Path) -> None:

@@ -65,9 +65,12 @@ def test_a_job_on_processes_stops_resumes_and_fails_as_one_process_does(
     assert train(tokens, "whole", "--parallelism.launcher=threads") == 0
     out = capfd.readouterr().out
     assert "2 ranks as threads on cpu" in out
-    text = r"speed +[\d.]+ \w+ a step, [\d.]+ times one process .* with \d+ threads \(4\d[.\d]* ms\)"
-    assert re.search(text, out)
-    assert "A step takes" in (tokens.parent / "whole" / "report.html").read_text()
+    text = r"speed +([\d.]+) ms a step, ([\d.]+) times as fast as one process .* with \d+ threads \((4\d[.\d]*) ms"
+    match = re.search(text, out)
+    assert match
+    seconds, ratio, alone = match.groups()
+    assert float(ratio) == pytest.approx(float(alone) / float(seconds), abs=0.01)
+    assert f">{ratio}<" in (tokens.parent / "whole" / "report.html").read_text()
 
     assert sl.read_plan(tokens.parent / "whole" / PLAN).costs.bandwidth is None  # threads pass tensors on as they are
 

@@ -106,12 +106,12 @@ def _from_returned(name: str, returned: Any) -> LoadedModel:
 
     parts = returned if isinstance(returned, tuple) else (returned,)
     if not parts or not isinstance(parts[0], nn.Module) or len(parts) > 4:
-        raise StagelineError(f"{name} returned a {type(returned).__name__}; it must return {FORMS}")
+        raise StagelineError(f"{name} returned {type(returned).__name__}; it must return {FORMS}")
     if len(parts) > 2 and callable(parts[2]):
         raise StagelineError(f"{name} returned a function as the targets; it must return {FORMS}, in this order")
     if len(parts) > 3 and parts[3] is not None and not callable(parts[3]):
         raise StagelineError(
-            f"{name} returned a {type(parts[3]).__name__} as the loss function; it must return {FORMS}, where loss_fn "
+            f"{name} returned {type(parts[3]).__name__} as the loss function; it must return {FORMS}, where loss_fn "
             "is a function of output and targets"
         )
     return LoadedModel(*parts)

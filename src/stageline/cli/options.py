@@ -205,7 +205,9 @@ def load_families(names: list[str] | None) -> None:
         except ScheduleError:
             raise
         except (Exception, SystemExit) as error:  # whatever a user's file raises is reported in one line
-            raise ScheduleError(f"cannot load families from {name}: {type(error).__name__}: {error}") from error
+            is_missing = isinstance(error, FileNotFoundError) and error.filename == str(Path(name).resolve())
+            cause = "no such file" if is_missing else f"{type(error).__name__}: {error}"
+            raise ScheduleError(f"cannot load families from {name}: {cause}") from error
 
 
 def expand(verb: Callable[..., None]) -> Callable[..., None]:

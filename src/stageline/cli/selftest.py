@@ -45,9 +45,12 @@ def command(
       srun python -m stageline selftest
     """
     from stageline.distributed.launchers.slurm import slurm_place
+    from stageline.schedules.registry import find_family
     from stageline.selftest.selftest import run_selftest
 
     names = [name.strip() for name in families.split(",")] if families else None
+    for name in names or ():
+        find_family(name)  # raises if there is none of this name
     os.environ.update(slurm_place(os.environ))
     placed = os.environ.get("WORLD_SIZE", "1") != "1"
     if placed:

@@ -59,7 +59,7 @@ class MemoryCapError(StagelineError):
     ...     print(error.rank, error.least)
     ...     print(error)
     1 (1.0, 3.0)
-    no schedule fits: rank 1 needs 3 memory for a single microbatch; the cap is 2; the smallest cap that works is 3
+    no schedule fits: rank 1 needs a memory of 3 for a single microbatch; the cap is 2; the smallest cap that works is 3
     """
 
     def __init__(self, message: str, *, rank: int, least: tuple[float, ...]) -> None:

@@ -346,8 +346,12 @@ def read_config(path: str | Path) -> HuggingFaceConfig:
     try:
         text = file.read_bytes()
         values = json.loads(text)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise StagelineError(f"cannot read {file}: {error.strerror or error}; expected a config.json") from error
+    except ValueError as error:
         raise StagelineError(f"cannot read the config {file}: {error}") from error
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        raise StagelineError(f"{file} is not the config.json of a Hugging Face model: it has no 'model_type'")
     try:
         import transformers
     except ImportError as error:
@@ -355,7 +359,7 @@ def read_config(path: str | Path) -> HuggingFaceConfig:
             "a Hugging Face config needs transformers; run pip install 'stageline[huggingface]'"
         ) from error
     try:
-        config = transformers.AutoConfig.for_model(**{**values, "model_type": values["model_type"]})
+        config = transformers.AutoConfig.for_model(**values)
     except (KeyError, ValueError, TypeError) as error:
         raise StagelineError(f"{file} is not a config that transformers supports: {error}") from error
     return HuggingFaceConfig(file, text, config, next(iter(values.get("architectures") or []), ""))

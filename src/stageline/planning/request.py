@@ -75,8 +75,8 @@ def read_splits(
     if batch is None:
         if microbatches is None:
             raise StagelineError(
-                "plan needs microbatches=, the number per step, or batch=, the samples per step, for which it "
-                "chooses that number"
+                "plan needs microbatches=, their number per step; or batch=, the samples per step, and plan chooses "
+                "the number of microbatches"
             )
         return ((whole("plan", "microbatches", microbatches) // pipelines, max(profiles.profiles)),)
     batch = whole("plan", "batch", batch) // pipelines

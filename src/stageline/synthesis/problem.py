@@ -304,7 +304,7 @@ def _check_caps(problem: Problem) -> None:
         also = f" (ranks {', '.join(map(str, short[1:]))} also need more)" if 1 < len(short) <= MAX_RANKS_LISTED else ""
         also = also.replace("ranks", "rank").replace("also need", "also needs") if len(short) == 2 else also
     raise MemoryCapError(
-        f"no schedule fits: rank {rank} needs {least[rank]:.12g} memory for a single microbatch; the cap is "
+        f"no schedule fits: rank {rank} needs a memory of {least[rank]:.12g} for a single microbatch; the cap is "
         f"{problem.caps[rank]:.12g}{also}; the smallest cap that works is {enough}",
         rank=rank,
         least=least,

@@ -204,8 +204,8 @@ class Output:
             if seconds and alone:
                 typical = statistics.median(seconds)
                 put(
-                    f"speed     {format_seconds(typical)} a step, {typical / alone:.2f} times one process that trains "
-                    f"on the same microbatches with {cores()} threads ({format_seconds(alone)})"
+                    f"speed     {format_seconds(typical)} a step, {alone / typical:.2f} times as fast as one process "
+                    f"that trains on the same microbatches with {cores()} threads ({format_seconds(alone)} a step)"
                 )
             put(f"report    {make_report(self._setup.folder.path)}")
 

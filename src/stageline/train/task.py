@@ -54,7 +54,7 @@ class Task:
         parts = built if isinstance(built, tuple) else (built,)
         if not parts or not isinstance(parts[0], nn.Module) or len(parts) > 4:
             raise StagelineError(
-                f"{self.name} returned a {type(built).__name__}; it must return a model, (model, inputs), (model, "
+                f"{self.name} returned {type(built).__name__}; it must return a model, (model, inputs), (model, "
                 "inputs, targets) or (model, inputs, targets, loss_fn)"
             )
         self.model_loss = parts[3] if len(parts) == 4 else None

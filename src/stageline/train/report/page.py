@@ -349,8 +349,8 @@ def key_figures(run: Run) -> Iterator[tuple[str, str, str]]:
         yield "Time", format_clock(duration), "" if seconds is None else f"{format_duration(seconds)} a step, median"
         alone = [number for row in run.history.of("start") if (number := number_or_none(row.get("alone")))]
         if alone and seconds is not None:
-            detail = f"times one process with all cores and the same microbatches, {format_duration(alone[-1])}"
-            yield "A step takes", f"{seconds / alone[-1]:.2f}", detail
+            detail = f"times as fast as one process on all cores, {format_duration(alone[-1])} a step"
+            yield "Speed", f"{alone[-1] / seconds:.2f}", detail
 
 
 def _training_time(run: Run) -> float | None:
