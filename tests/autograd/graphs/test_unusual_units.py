@@ -184,7 +184,8 @@ def test_a_unit_that_cannot_be_compiled_says_so_once_and_runs_as_it_is(capfd: py
         pipe.step(x, y)
         one_process_step(plain, functional.mse_loss, x, y, 2)
     assert_same_bits(gradients(model), gradients(plain))
-    (message,) = {str(warning.message) for warning in messages}
+    texts = {str(warning.message) for warning in messages}
+    (message,) = {text for text in texts if not text.startswith("Guards may run slower on Python 3.13.0")}
     assert "test_unusual_units.py" in message
     assert "runs without compilation: torch failed with DataDependentOutputException" in message
     assert "_dynamo" not in capfd.readouterr().err
