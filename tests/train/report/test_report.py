@@ -24,7 +24,7 @@ from stageline.common.errors import StagelineError
 from stageline.timeline.explain import Parts
 from stageline.timeline.timeline import Transfers
 from stageline.train.events import MetricsFile
-from stageline.train.report import make_report, read_run
+from stageline.train.report import make_comparison, make_report, read_run
 from stageline.train.report.charts import MAX_FINITE, Axis, Series, axis_of
 from stageline.train.report.page import html
 from support.instances import examples
@@ -526,6 +526,15 @@ def test_the_command_compares_several_runs(tmp_path: Path, capsys: Capture) -> N
     assert '<th scope="row">training.steps</th>' in page
     assert "https://" not in page
     assert command(["report", str(folders[0]), "nowhere"]) == 2
+
+
+def test_a_config_that_cannot_be_read_is_unknown_in_a_comparison(tmp_path: Path) -> None:
+    folders = [make(tmp_path / name, step_rows(3)) for name in ("a", "b", "c")]
+    for folder, text in zip(folders, ("training]", "[training]\nsteps = 7", "[training]\nsteps = 8"), strict=True):
+        (folder / "config.toml").write_text(text)
+    page = make_comparison(folders, tmp_path / "comparison.html").read_text()
+    assert '<th scope="row">training.steps</th><td>unknown</td><td>7</td><td>8</td>' in page
+    assert "config.toml is not valid TOML" in page
 
 
 def test_the_page_of_a_running_job_loads_itself_again(tmp_path: Path) -> None:

@@ -71,12 +71,17 @@ def _header(title: str, names: Sequence[str], runs: Sequence[Run]) -> str:
     figures = [{name: (value, detail) for name, value, detail in key_figures(run)} for run in runs]
     terms = dict.fromkeys(name for known in figures for name in known)
     rows = [["", *names]]
-    rows += [[term, *(" ".join(known.get(term, ("",))) for known in figures)] for term in terms]
+    rows += [[term, *(_figure(*known.get(term, ("", ""))) for known in figures)] for term in terms]
     statuses = "".join(
-        f'<li><b>{escape(name)}</b>: <span class="{style}">{escape(text)}</span></li>'
-        for name, (style, text) in zip(names, map(status_of, runs), strict=True)
+        f'<li><b>{escape(name)}</b>: <span class="{style}">{escape(text)}</span>'
+        f"{''.join(f' {escape(note)}' for note in run.notes)}</li>"
+        for name, run, (style, text) in zip(names, runs, map(status_of, runs), strict=True)
     )
     return f"<header><h1>{escape(title)}</h1><ul>{statuses}</ul>{_table(rows)}</header>"
+
+
+def _figure(value: str, detail: str) -> str:
+    return f"{value} ({detail})" if detail else value
 
 
 def _sections(names: Sequence[str], runs: Sequence[Run]) -> Iterator[str]:
@@ -108,8 +113,16 @@ class ConfigDifference(NamedTuple):
     values: list[str]
 
 
+def _option(value: object) -> str:
+    if value is None:
+        return "unknown"
+    return value if isinstance(value, str) else str(value).lower()
+
+
 def config_differences(runs: Sequence[Run]) -> list[ConfigDifference]:
     """Return the options that differ between runs; unset ones have their default.
+
+    The options of a config that cannot be read are unknown.
 
     >>> from stageline.train.events import History
     >>> a, b = (Run(Path(), History([], 0), settings={"training": {"steps": steps}}) for steps in (1, 2))
@@ -120,8 +133,12 @@ def config_differences(runs: Sequence[Run]) -> list[ConfigDifference]:
     for section, defaults in asdict(Config()).items():
         for name, default in defaults.items():
             plain = list(default) if isinstance(default, tuple) else default
-            values = [run.settings.get(section, {}).get(name, plain) for run in runs]
-            if any(value != values[0] for value in values) and (section, name) != ("job", "dump_folder"):
-                shown = [value if isinstance(value, str) else str(value).lower() for value in values]
+            values = [
+                None if run.config and not run.settings else run.settings.get(section, {}).get(name, plain)
+                for run in runs
+            ]
+            known = [value for value in values if value is not None]
+            if any(value != known[0] for value in known) and (section, name) != ("job", "dump_folder"):
+                shown = [_option(value) for value in values]
                 rows.append(ConfigDifference(f"{section}.{name}", [text[:100] for text in shown]))
     return rows
