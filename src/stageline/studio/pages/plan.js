@@ -44,7 +44,7 @@ export async function show(page, isOpen) {
   fill();
   const recompute = choice("Recompute", [["none", "nothing"], ["stage", "every stage"]], state.recompute, value => change("recompute", value));
   const gib = 2 ** 30, memory = slider("Cap, GiB", +state.memory || 0, { min: 0, max: 80, step: .5, help: "Memory of a rank; 0 for no cap" }, value => change("memory", value || ""));
-  const optimizer = slider("Optimizer, bytes", +state.optimizer, { min: 0, max: 16, step: 1, help: "Bytes of optimizer state per parameter; AdamW has 8" }, value => change("optimizer", value));
+  const optimizer = slider("Optimizer, B", +state.optimizer, { min: 0, max: 16, step: 1, help: "Bytes of optimizer state per parameter; AdamW has 8" }, value => change("optimizer", value));
   const transfer = slider("Latency, ms", +state.transfer, { min: 0, max: 5, step: .05, help: "Time of a message, without its size" }, value => change("transfer", value));
   const bandwidth = slider("Link, GB/s", +state.bandwidth || 0, { min: 0, max: 400, step: 1, help: "Bandwidth between two ranks; 0: only the latency counts" }, value => change("bandwidth", value || ""));
   sizes.append(family.row, options, recompute.row);
