@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -72,6 +74,12 @@ def command(
     from stageline.distributed.launchers.processes import default_processes
     from stageline.distributed.recovery_policy import Recovery
 
+    if script.startswith("-"):
+        known = ("--processes", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--max-restarts")
+        near = " (did you mean -n?)" if script.startswith("--nproc") else nearest(script, known)
+        raise StagelineError(f"unknown option {script}{near}; options of the script follow its name")
+    if module and not _is_found(script):
+        raise StagelineError(f"there is no module {script}; run stageline launch where Python finds it")
     if not module and not Path(script).is_file():
         near = nearest(script, [path.name for path in Path().glob("*.py")])
         raise StagelineError(f"there is no file {script}{near}; to run a module, use -m")
@@ -92,6 +100,12 @@ def command(
         ranks = chosen.ranks if nnodes > 1 else count
         typer.echo(f"stageline launch: {describe(culprit, ranks).splitlines()[0]}{where}", err=True)
         raise typer.Exit(128 - culprit.code if culprit.code < 0 else culprit.code or 1)
+
+
+def _is_found(module: str) -> bool:
+    """Whether there is a module, or a package that may have it; imports nothing."""
+    package = module.partition(".")[0]
+    return bool(package) and (find_spec(package) or PathFinder.find_spec(package, [os.getcwd()])) is not None
 
 
 def _find_launcher(name: str, logs: Path | None, processes: int | None, place: tuple[int, int, str, int, float]) -> Any:

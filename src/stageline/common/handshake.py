@@ -49,20 +49,24 @@ def uses_tls(environment: Mapping[str, str] | None = None) -> bool:
     variables = os.environ if environment is None else environment
     missing = [name for name in TLS_VARIABLES if not variables.get(name)]
     if missing and len(missing) < len(TLS_VARIABLES):
-        raise StagelineError(f"TLS needs all of {', '.join(TLS_VARIABLES)}; {' and '.join(missing)} is not set")
+        raise StagelineError(f"TLS needs all of {', '.join(TLS_VARIABLES)}; set {' and '.join(missing)}, too")
     return not missing
 
 
-def check_tls() -> None:
+def check_tls(environment: Mapping[str, str] | None = None) -> None:
     """Refuse variables of TLS that are incomplete, and files that cannot be read.
 
-    >>> check_tls()
+    >>> check_tls({})
+    >>> check_tls(dict.fromkeys(TLS_VARIABLES, "no-such-file.pem"))
+    Traceback (most recent call last):
+        ...
+    stageline.StagelineError: cannot read the files of STAGELINE_TLS_CERT=no-such-file.pem, ...
     """
-    if uses_tls():
+    if uses_tls(environment):
         from stageline.common.tls import load  # the failure monitor starts sooner without it
 
         for server in (False, True):
-            load(server=server)
+            load(server=server, environment=environment)
 
 
 class Session(NamedTuple):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stageline.common.errors import StagelineError
+from stageline.common.units import pluralize
 
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
 """Where Linux keeps the processor time of a container: microseconds, or "max", in every so many microseconds."""
@@ -140,9 +141,9 @@ def check_ports(environment: Mapping[str, str]) -> None:
     store = master.isdecimal() and int(master) in ports
     if len(ports) < local + 1 + store:
         raise StagelineError(
-            f"{VARIABLE}={ports[0]}-{ports[-1]} has {len(ports)} ports, and a machine with {local} ranks needs "
-            f"{local + 1 + store}: one for each rank, {'' if store else 'and '}one for the failure monitor"
-            f"{' and one for the store at MASTER_PORT' if store else ''}"
+            f"{VARIABLE}={ports[0]}-{ports[-1]} has {pluralize(len(ports), 'port')}, and a machine with "
+            f"{pluralize(local, 'rank')} needs {local + 1 + store}: one for each rank, {'' if store else 'and '}one "
+            f"for the failure monitor{' and one for the store at MASTER_PORT' if store else ''}"
         )
 
 

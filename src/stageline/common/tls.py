@@ -11,7 +11,7 @@ import os
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any, TypeVar
 
@@ -21,9 +21,10 @@ from stageline.common.handshake import TLS_VARIABLES as VARIABLES
 Result = TypeVar("Result")
 
 
-def load(*, server: bool) -> ssl.SSLContext:
+def load(*, server: bool, environment: Mapping[str, str] | None = None) -> ssl.SSLContext:
     """Read the files of the variables, once."""
-    return _context(server, *(os.environ[name] for name in VARIABLES))
+    variables = os.environ if environment is None else environment
+    return _context(server, *(variables[name] for name in VARIABLES))
 
 
 def wrap(link: socket.socket, *, server: bool) -> TlsSocket:

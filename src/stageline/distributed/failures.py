@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 
 from stageline.common.errors import PeerFailed, PipelineError, StagelineError, TransportError
+from stageline.distributed.attempts import number_of
 from stageline.distributed.process_exit import close_at_exit
 from stageline.faults.flight_recorder import FlightRecorder, worth_writing
 from stageline.faults.monitor.verdict import Failure, Verdict, describe, place_in_words
@@ -225,7 +226,10 @@ class JobFailures:
     def over(self, verdict: Verdict) -> PipelineError:
         """The error of a job that lost a rank."""
         self.lost = str(verdict)
-        error = PipelineError(f"{verdict}; {GRADIENTS.split(':')[0]}; this job cannot continue; restart it")
+        remedy = (
+            "; restart it" if number_of() is None else " without it; pass this error to sl.rejoin, or restart the job"
+        )
+        error = PipelineError(f"{verdict}; {GRADIENTS.split(':')[0]}; this job cannot continue{remedy}")
         if verdict.traceback:
             error.add_note(f"on {self._name(verdict.culprit)}:\n{verdict.traceback}")
         note_record(error, [self.record(verdict)])

@@ -37,7 +37,10 @@ def rejoin(error: Exception) -> Attempt:
         launcher.blame(verdict.culprit, number, verdict.kind)  # one that froze is still a process
     end = time.monotonic() + (DOUBT if verdict is None else DECISION)
     while launcher.newest() <= number:
-        if time.monotonic() > end or launcher.over():
+        if why := launcher.over():
+            error.add_note(f"no rank is started again: {why}")
+            raise error
+        if time.monotonic() > end:
             raise error
         time.sleep(POLL)
     leave()

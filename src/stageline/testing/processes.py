@@ -54,7 +54,7 @@ def run_ranks(
 
 
 def _failure_text(outcome: Outcome) -> str:
-    traceback = outcome.failure.startswith("Traceback")
+    traceback = outcome.is_traceback
     return f"rank {outcome.rank} failed:\n{outcome.failure}" if traceback else f"rank {outcome.rank} {outcome.failure}"
 
 

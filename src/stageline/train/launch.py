@@ -61,7 +61,7 @@ def _fail(culprit: Outcome, outcomes: Sequence[Outcome], processes: int) -> None
                 raise outcome.error
     if isinstance(culprit.error, StagelineError | OSError | MemoryError):
         raise culprit.error
-    if culprit.failure.startswith("Traceback"):
+    if culprit.is_traceback:
         sys.stderr.write(culprit.failure)
         sys.exit(1)
     raise LaunchError(describe(culprit, processes), culprit.rank)

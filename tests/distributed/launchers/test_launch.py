@@ -83,6 +83,10 @@ def test_a_rank_that_dies_is_started_again_and_those_that_rejoin_keep_their_proc
     results = sl.launch(loses_a_rank, processes=3, max_restarts=1, timeout=100)
     assert [started for started, _, _ in results] == [0, 1, 1]
     assert len({loss for _, _, loss in results}) == 1
+    with pytest.raises(
+        sl.LaunchError, match=r"^rank 1 of 3 was killed by SIGKILL, and no action in on_loss \(replan\) "
+    ):
+        sl.launch(loses_a_rank, processes=3, max_restarts=1, on_loss=["replan"], timeout=100)
     with pytest.raises(sl.StagelineError, match=r"on_loss has 'restrat' \(did you mean 'restart'\?\); it may have"):
         sl.launch(loses_a_rank, processes=3, max_restarts=1, on_loss=["restrat"])
 
@@ -96,6 +100,15 @@ class OddError(Exception):
 
 def raise_odd() -> None:
     raise OddError("planted", " failure")
+
+
+def raise_with_cause() -> None:
+    """The traceback of this begins with its cause, which has none."""
+    raise ValueError("planted") from KeyError("cause")
+
+
+def return_local() -> object:
+    return lambda: None
 
 
 def leave(code: int) -> None:
@@ -168,8 +181,50 @@ def test_exceptions_come_back() -> None:
         sl.launch(int, "one", processes=1)
     assert isinstance(caught.value.__cause__, ValueError)
     assert caught.value.rank == 0
-    with pytest.raises(sl.LaunchError, match=r"OddError: planted failure(.|\n)*in raise_odd"):
+    with pytest.raises(sl.LaunchError, match=r"failed: OddError: planted failure\n(.|\n)*in raise_odd") as caught:
         sl.launch(raise_odd, processes=1)
+    assert isinstance(caught.value.__cause__, OddError)
+    with pytest.raises(sl.LaunchError, match=r"^rank 0 of 1 failed: ValueError: planted\n"):
+        sl.launch(raise_with_cause, processes=1)
+
+
+def test_what_cannot_be_sent_to_ranks_or_back_is_named() -> None:
+    with pytest.raises(sl.StagelineError, match=r"^ranks cannot import \S+<lambda> .*; define it with def"):
+        sl.launch(lambda: 1, processes=1)
+    with pytest.raises(sl.StagelineError, match=r"^the arguments of getpid cannot be sent to the ranks \(.*lambda"):
+        sl.launch(os.getpid, lambda: 1, processes=1)
+    with pytest.raises(sl.LaunchError, match=r"the result of the function, a function, cannot be sent back") as caught:
+        sl.launch(return_local, processes=1)
+    assert isinstance(caught.value.__cause__, sl.StagelineError)
+
+
+MAIN_PROGRAM = """
+import os
+import stageline as sl
+
+def inner(): return os.environ["RANK"]
+def outer(): return sl.launch(inner, processes=1)
+"""
+
+
+def test_functions_of_the_main_program(tmp_path: Path) -> None:
+    """Ranks start ranks of their own; a program without a file, or without a guard, is refused in a sentence."""
+    script = tmp_path / "program.py"
+    script.write_text(f"{MAIN_PROGRAM}\nif __name__ == '__main__': print(sl.launch(outer, processes=2))")
+    assert output_of([sys.executable, str(script)]) == "[['0'], ['0']]"
+    script.write_text(f"{MAIN_PROGRAM}\nprint(sl.launch(inner, processes=1))")
+    error = (
+        "ranks import the main program, and this one starts ranks when it is imported; put that call under if __name__"
+    )
+    assert error in output_of([sys.executable, str(script)])
+    error = "ranks cannot import inner or its arguments from the main program, which is not a file"
+    assert error in output_of([sys.executable, "-c", f"{MAIN_PROGRAM}\nprint(sl.launch(inner, processes=1))"])
+
+
+def output_of(command: list[str]) -> str:
+    """The last line that a command writes."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    return (done.stdout + done.stderr).strip().splitlines()[-1]
 
 
 @pytest.mark.parametrize(("code", "text"), [(3, "ended with exit code 3"), (0, "ended before the function returned")])
@@ -228,6 +283,18 @@ def test_the_command_runs_scripts_and_names_the_rank_that_failed(
     assert "KeyError: 'planted'" in log
     assert "fork_server" not in log
     assert "rank 1 left (KeyError: 'planted')" in Path("logs/rank-0.log").read_text()
+    assert run(["launch", "-n", "2", "--launcher", "threads", "job.py"]) == 1
+    output = capfd.readouterr().err
+    assert "job.py" in output, "the traceback"
+    assert output.endswith("stageline launch: rank 0 of 2 failed: KeyError: 'RANK'\n")
+    assert run(["launch", "--nproc-per-node", "2", "job.py"]) == 2
+    assert capfd.readouterr().err == (
+        "error: unknown option --nproc-per-node (did you mean -n?); options of the script follow its name\n"
+    )
+    assert run(["launch", "-n", "2", "-m", "jop.main"]) == 2
+    assert capfd.readouterr().err == (
+        "error: there is no module jop.main; run stageline launch where Python finds it\n"
+    )
     assert run(["launch", "jop.py"]) == 2
     assert (
         capfd.readouterr().err == "error: there is no file jop.py (did you mean 'job.py'?); to run a module, use -m\n"
@@ -239,12 +306,13 @@ def test_jobs_listen_on_the_ports_of_a_range() -> None:
     needed = {"STAGELINE_PORTS": f"{first}-{first + 2}"}  # two ranks, and the failure monitor
     assert len(sl.launch(gradients_of_pipeline, processes=2, environment=needed)) == 2
     too_few = {"STAGELINE_PORTS": f"{first}-{first}"}
-    with pytest.raises(
-        sl.StagelineError, match=f"^STAGELINE_PORTS={first}-{first} has 1 ports, and .* 2 ranks needs 3"
-    ):
+    with pytest.raises(sl.StagelineError, match=f"^STAGELINE_PORTS={first}-{first} has 1 port, and .* 2 ranks needs 3"):
         sl.launch(gradients_of_pipeline, processes=2, environment=too_few)
     with pytest.raises(sl.StagelineError, match=r"^STAGELINE_SECRET has 3 characters, but at least 16 are needed"):
         sl.launch(gradients_of_pipeline, processes=2, environment={"STAGELINE_SECRET": "abc"})
+    tls = dict.fromkeys(("STAGELINE_TLS_CERT", "STAGELINE_TLS_KEY", "STAGELINE_TLS_CA"), "missing.pem")
+    with pytest.raises(sl.StagelineError, match=r"^cannot read the files of STAGELINE_TLS_CERT=missing.pem, "):
+        sl.launch(gradients_of_pipeline, processes=2, environment=tls)
 
 
 def processes_of(session: int) -> dict[int, str]:

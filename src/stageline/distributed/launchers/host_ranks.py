@@ -16,6 +16,7 @@ import torch
 
 from stageline.common import interrupts
 from stageline.common.errors import PipelineError, StagelineError
+from stageline.common.handshake import check_tls
 from stageline.common.machine import cores, is_loopback, port_range
 from stageline.common.trust import job_secret
 from stageline.distributed._torch_private import TCPStore
@@ -51,6 +52,7 @@ class HostLauncher:
                 "the launchers of several hosts need a shared secret; set STAGELINE_SECRET or "
                 "STAGELINE_SECRET_FILE to the same secret on all hosts (openssl rand -hex 32)"
             )
+        check_tls({**os.environ, **job.environment})
         _check_ports(job, self._place)
         if self._logs is not None:
             self._logs.mkdir(parents=True, exist_ok=True)
@@ -459,9 +461,10 @@ class HostRanks(Ranks):
 
     def _finish(self, outcomes: Sequence[Outcome], running: set[int], now: float) -> None:
         """End the job on all hosts: after a failure, when it takes too long, or because all ranks have ended."""
-        culprit = first_failure(outcomes)
+        rules = self._replacements
+        culprit = first_failure(outcomes if rules is None else rules.explain(outcomes))
         late = self._late_at is not None and now > self._late_at
-        over = "" if self._replacements is None else self._replacements.given_up
+        over = "" if rules is None else rules.given_up
         if over and not self._order["over"]:
             self._change(over=over)
         active = running & set(self._attempt.ranks)

@@ -49,6 +49,11 @@ class Outcome:
     moment: float = 0.0
     """When the function returned or failed, or the process ended; by any clock that orders the ranks."""
 
+    @property
+    def is_traceback(self) -> bool:
+        """Whether `failure` is a traceback, which may begin with that of the cause."""
+        return "\nTraceback " in f"\n{self.failure}"
+
 
 @runtime_checkable
 class Launcher(Protocol):
@@ -148,7 +153,7 @@ def describe(outcome: Outcome, processes: int) -> str:
     rank 1 of 4 was killed by SIGKILL
     """
     who = f"rank {outcome.rank} of {processes}"
-    if not outcome.failure.startswith("Traceback"):
+    if not outcome.is_traceback:
         return f"{who} {outcome.failure}"
     summary = outcome.failure.strip().splitlines()[-1] if outcome.error is None else _one_line(outcome.error)
     return f"{who} failed: {summary}\n\nOn rank {outcome.rank}:\n{outcome.failure.rstrip()}"

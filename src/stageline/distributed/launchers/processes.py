@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from stageline.common.errors import StagelineError
-from stageline.common.handshake import uses_tls
+from stageline.common.handshake import check_tls
 from stageline.common.machine import check_ports, cores
 from stageline.common.temporary_folder import TemporaryFolder
 from stageline.common.trust import job_secret, secret_variables
 from stageline.distributed._torch_private import TCPStore
 from stageline.distributed.attempts import MEMORY, NUMBER, SEAT, Announcements, Attempt, take_place
-from stageline.distributed.launchers.fork_server import Child, ForkServer, read_answer, shared_server
+from stageline.distributed.launchers.fork_server import Child, ForkServer, check_call, read_answer, shared_server
 from stageline.distributed.launchers.launcher import Job, Outcome
 from stageline.distributed.launchers.replacements import Replacements
 from stageline.distributed.state_memory import host_memory
@@ -67,6 +67,7 @@ class ProcessLauncher:
         """Run the job, and return the outcomes in the order in which the ranks ended."""
         if not self._share_gpus:
             _refuse_too_many(job.processes)
+        check_call(job.function, job.arguments)
         check_variables(job)
         if self._logs is not None:
             self._logs.mkdir(parents=True, exist_ok=True)
@@ -147,7 +148,7 @@ def check_variables(job: Job) -> None:
     variables = {**os.environ, **job.environment, "LOCAL_WORLD_SIZE": str(job.processes), "MASTER_PORT": ""}
     check_ports(variables)
     job_secret(variables)
-    uses_tls(variables)
+    check_tls(variables)
 
 
 def _refuse_too_many(processes: int) -> None:
@@ -233,6 +234,8 @@ class Ranks:
                 self.kill()
         missing = set(range(self._job.processes)) - {outcome.rank for outcome in self._outcomes}
         self._outcomes += [Outcome(rank, moment=time.monotonic()) for rank in missing]  # the job went on without it
+        if self._replacements is not None:
+            self._outcomes = self._replacements.explain(self._outcomes)
         return sorted(self._outcomes, key=lambda outcome: outcome.moment)
 
     def _recover(self) -> bool:

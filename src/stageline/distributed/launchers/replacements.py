@@ -47,6 +47,8 @@ class Replacements:
         """Says where the seats of an attempt are, if they are on several hosts."""
         self.given_up = ""
         """Why there will be no other attempt."""
+        self.limit = ""
+        """Why a rank that was lost is not replaced."""
 
     def resume(self, attempt: Attempt, losses: int) -> None:
         """Continue where the launcher of another host, which was lost, left off."""
@@ -100,12 +102,12 @@ class Replacements:
         first = f"rank {lost[0].rank} {lost[0].failure}"
         self._losses += 1
         if self._losses > self._policy.max_restarts:
-            self._give_up(f"{first}, and max_restarts is {self._policy.max_restarts}")
+            self._give_up(first, f"max_restarts is {self._policy.max_restarts}")
             return None
         ended = tuple(seat for seat in range(self._seats) if seat not in running)
         action = self._choose([outcome.rank for outcome in lost], ended)
         if action is None:
-            self._give_up(f"{first}, and no action in on_loss ({', '.join(self._policy.on_loss)}) is possible")
+            self._give_up(first, f"no action in on_loss ({', '.join(self._policy.on_loss)}) is possible")
             return None
         ranks, spares = {seat: seat for seat in range(self._seats)}, dict[int, int]()
         if action == "spare":
@@ -194,9 +196,18 @@ class Replacements:
             return "froze"
         return outcome.failure if outcome.error is None else f"failed: {outcome.error}"
 
-    def _give_up(self, why: str) -> None:
-        self.given_up = why
-        self._announcements.end(why)
+    def _give_up(self, why: str, limit: str = "") -> None:
+        self.limit, self.given_up = limit, f"{why}, and {limit}" if limit else why
+        self._announcements.end(self.given_up)
+
+    def explain(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """The outcomes of a job; those of ranks that were lost say why they were not replaced."""
+        return [
+            replace(outcome, failure=f"{outcome.failure}, and {self.limit}")
+            if self.limit and is_loss(outcome) and outcome.error is None
+            else outcome
+            for outcome in outcomes
+        ]
 
 
 def _numbered(seats: Sequence[int]) -> dict[int, int]:
@@ -213,5 +224,5 @@ def is_loss(outcome: Outcome) -> bool:
 def follows(outcome: Outcome) -> bool:
     """Whether a rank ended because of another one, or by an exit code of its own choice."""
     if outcome.error is None:
-        return not outcome.failure.startswith("Traceback")
+        return not outcome.is_traceback
     return isinstance(outcome.error, PipelineError | TransportError)

@@ -29,6 +29,8 @@ class ThreadLauncher:
             with _variables({**job.environment, RANKS: str(job.processes)}):
                 return [Outcome(0, job.function(*job.arguments))]
         except Exception as error:
+            if not job.returns:  # as a process that ends with the exception does
+                traceback.print_exc()
             return [Outcome(0, error=error, failure=traceback.format_exc())]
 
 
