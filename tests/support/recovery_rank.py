@@ -36,6 +36,7 @@ MOMENTS: dict[str, tuple[Any, str]] = {
     "building": (setup.Setup, "_build_pipeline"),
     "restoring": (recovery, "load_tensors"),
     "freeze": (Executor, "run"),
+    "freeze meeting": (setup, "job_host"),
 }
 """Functions at whose n-th call a rank dies."""
 
@@ -51,7 +52,7 @@ def train(settings: list[str], kills: list[tuple[int, int, str, int]]) -> tuple[
                 mark = next(word for word in settings if word.startswith("job.dump_folder=")).partition("=")[2]
                 (read_late if moment == "reads late" else write_early)(attempt, mark)
             else:
-                number = signal.SIGSTOP if moment == "freeze" else signal.SIGKILL
+                number = signal.SIGSTOP if moment.startswith("freeze") else signal.SIGKILL
                 die_in(attempt, *MOMENTS[moment], count, number, half_written=moment == "copy")
     result = sl.Trainer(sl.Config.read(None, *settings)).run()
     return result.step, result.why

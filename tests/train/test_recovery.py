@@ -104,6 +104,20 @@ def test_a_rank_that_freezes_is_killed_and_restarted(tokens: Path) -> None:
 
 
 @pytest.mark.host_matrix
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_freezes_while_another_is_replaced_is_replaced_too(tokens: Path, rank: int) -> None:
+    run(tokens, "whole", [])
+    kills = [(0, 1 - rank, "step", 7), (1, rank, "freeze meeting", 1)]
+    outcomes = run(tokens, "parts", kills, "comm.train_timeout_seconds=3")
+    assert_same(tokens, "parts", outcomes)
+    (row,) = recoveries(tokens, "parts")
+    assert row["lost"] == [
+        f"rank {1 - rank} was killed by SIGKILL",
+        f"rank {rank} did not join the other ranks in time",
+    ]
+
+
+@pytest.mark.host_matrix
 def test_a_job_trains_with_fewer_replicas_until_the_lost_one_is_back(tokens: Path) -> None:
     degrees = ["parallelism.pipeline_parallel_degree=2", "parallelism.data_parallel_replicate_degree=2"]
     recovery = Recovery(max_restarts=4, on_loss=("shrink_replicas", "restart"))

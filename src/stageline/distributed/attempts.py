@@ -190,7 +190,7 @@ class Announcements:
         return bool(self._get(f"arrived/{number}/{seat}"))
 
     def blame(self, rank: int, number: int, how: str) -> None:
-        """Say that a rank does not run any more ("frozen" or "died"), although its process may exist."""
+        """Say that a rank does not run ("frozen", "died", or "absent" from the start), though its process may exist."""
         self._store.set(f"blamed/{number}", f"{rank} {how}")
 
     def blamed(self, number: int) -> tuple[int, str] | None:
@@ -240,6 +240,13 @@ def refuse_superseded() -> None:
     """Raise if another rank was lost."""
     if superseded():
         raise PipelineError("another rank was lost while the job recovered from the loss of one")
+
+
+def blame_absent(rank: int) -> None:
+    """Tell the launcher, if it replaces lost ranks, that a rank does not join the others."""
+    number = number_of()
+    if number is not None and announcements().blamed(number) is None:
+        announcements().blame(rank, number, "absent")
 
 
 def next_place(number: int) -> Attempt | None:

@@ -134,7 +134,7 @@ class Meeting:
 
         `job` is the number of all processes, if these are a part of them.
         """
-        self._store, self._ranks = store, ranks
+        self._store, self._ranks, self._is_part = store, ranks, bool(job)
         self.name = drawn = secrets.token_hex(8)
         self.address, reached = find_address(os.environ, job or ranks)
         """The address at which other ranks reach this machine."""
@@ -167,6 +167,8 @@ class Meeting:
                 return LOOPBACK
             attempts.refuse_superseded()
             if time.monotonic() > end:
+                if not self._is_part:
+                    attempts.blame_absent(min(missing))
                 raise PipelineError(
                     f"rank {min(missing)} never started: it did not reach MASTER_ADDR={os.environ.get('MASTER_ADDR')} "
                     f"within {patience:g} s; restart the job with all ranks"
@@ -176,8 +178,12 @@ class Meeting:
     def _await_answer(self, key: str, patience: float) -> None:
         """Wait for rank 0; where a launcher replaces lost ranks, look whether it was lost meanwhile."""
         recovers, end = attempts.number_of() is not None, time.monotonic() + patience
-        while recovers and time.monotonic() < end and not self._store.check([key]):
+        while recovers and not self._store.check([key]):
             attempts.refuse_superseded()
+            if time.monotonic() > end:
+                if not self._is_part:
+                    attempts.blame_absent(0)
+                break
             time.sleep(0.02)
         self._store.wait([key], datetime.timedelta(seconds=0.1 if recovers else patience))
 

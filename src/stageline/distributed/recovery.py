@@ -33,9 +33,10 @@ def rejoin(error: Exception) -> Attempt:
     if number is None or not isinstance(error, StagelineError | RuntimeError | OSError):
         raise error
     launcher, verdict = announcements(), final_verdict()
-    if verdict is not None and verdict.kind in ("frozen", "died"):
+    if verdict is not None and verdict.kind in ("frozen", "died", "absent"):
         launcher.blame(verdict.culprit, number, verdict.kind)  # one that froze is still a process
-    end = time.monotonic() + (DOUBT if verdict is None else DECISION)
+    known = verdict is not None or launcher.blamed(number) is not None
+    end = time.monotonic() + (DECISION if known else DOUBT)
     while launcher.newest() <= number:
         if why := launcher.over():
             error.add_note(f"no rank is started again: {why}")

@@ -14,6 +14,8 @@ from stageline.distributed.attempts import Announcements, Attempt
 from stageline.distributed.launchers.launcher import Outcome
 from stageline.distributed.recovery_policy import Recovery
 
+BLAMES = {"frozen": "froze", "absent": "did not join the other ranks in time"}
+"""What other ranks say about one whose process exists."""
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals by which somebody ends a process on purpose."""
 
@@ -37,8 +39,8 @@ class Replacements:
         """The attempt for which the process of each seat was started."""
         self._attempt = Attempt(0, (), "", 0.0, {seat: seat for seat in range(seats)})
         self._losses = 0
-        self._frozen: set[tuple[int, int]] = set()
-        """Attempts, and the seats that froze in them."""
+        self._killed: dict[tuple[int, int], str] = {}
+        """For attempts, and seats whose process was killed because of what other ranks said: what they said."""
         self.spares: list[int] = []
         """The spare processes that wait."""
         self.stranded: Collection[int] = ()
@@ -74,8 +76,8 @@ class Replacements:
         """The seat of a rank that others have given up, for example because it froze; None if there is none."""
         blamed = None if self.given_up else self._announcements.blamed(self.number)
         seat = next((seat for seat, rank in self._attempt.ranks.items() if blamed and rank == blamed[0]), None)
-        if seat is not None and blamed and blamed[1] == "frozen":
-            self._frozen.add((self.number, seat))
+        if seat is not None and blamed and blamed[1] in BLAMES:
+            self._killed[self.number, seat] = BLAMES[blamed[1]]
         return seat
 
     def next(self, outcomes: Sequence[Outcome], running: Collection[int]) -> Attempt | None:
@@ -99,7 +101,7 @@ class Replacements:
         return self._announce("restart", (why,), dict(self._attempt.ranks), (), {})
 
     def _replace(self, lost: Sequence[Outcome], running: Collection[int]) -> Attempt | None:
-        first = f"rank {lost[0].rank} {lost[0].failure}"
+        first = f"rank {lost[0].rank} {self._how(lost[0])}"
         self._losses += 1
         if self._losses > self._policy.max_restarts:
             self._give_up(first, f"max_restarts is {self._policy.max_restarts}")
@@ -192,9 +194,8 @@ class Replacements:
         return replace(self._attempt, replaced=tuple(late), spares={})
 
     def _how(self, outcome: Outcome) -> str:
-        if (self.number, outcome.rank) in self._frozen:
-            return "froze"
-        return outcome.failure if outcome.error is None else f"failed: {outcome.error}"
+        failure = outcome.failure if outcome.error is None else f"failed: {outcome.error}"
+        return self._killed.get((self.number, outcome.rank), failure)
 
     def _give_up(self, why: str, limit: str = "") -> None:
         self.limit, self.given_up = limit, f"{why}, and {limit}" if limit else why
@@ -203,7 +204,7 @@ class Replacements:
     def explain(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
         """The outcomes of a job; those of ranks that were lost say why they were not replaced."""
         return [
-            replace(outcome, failure=f"{outcome.failure}, and {self.limit}")
+            replace(outcome, failure=f"{self._how(outcome)}, and {self.limit}")
             if self.limit and is_loss(outcome) and outcome.error is None
             else outcome
             for outcome in outcomes
