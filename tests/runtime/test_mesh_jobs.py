@@ -106,7 +106,10 @@ def test_two_by_two_by_two_in_other_orders() -> None:
 
 @pytest.mark.parametrize("how", ["kill", "raise", "clip", "column"])
 def test_a_process_that_fails_is_named_by_its_place(fork_server: ForkServer, how: str, tmp_path: Path) -> None:
-    """Also where another one waits for it in a collective of FSDP2; and other columns of the mesh go on."""
+    """Also where another one waits for it, or for one that it stopped, in a collective of FSDP2.
+
+    Other columns of the mesh go on.
+    """
     common = {
         "WORLD_SIZE": "4",
         "MASTER_ADDR": "127.0.0.1",
@@ -130,9 +133,10 @@ def test_a_process_that_fails_is_named_by_its_place(fork_server: ForkServer, how
             process.wait(200)
     for rank in range(3):
         after, _, text = (tmp_path / f"said-{rank}").read_text().partition(" ")
+        if how != "column":
+            assert float(after) < 40  # seconds, not the deadline
         if how in ("kill", "clip"):
             assert text.startswith("process 3 (pp 1, dp_shard 1) died (its process exited without"), text
-            assert float(after) < 30  # seconds, not the deadline
         elif how == "column" and rank != 1:
             assert text == "6 steps"
         elif how == "column":

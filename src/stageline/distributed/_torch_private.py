@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
@@ -13,16 +14,27 @@ __all__ = [
     "TCPStore",
     "default_store",
     "default_timeout",
+    "gloo_of",
     "known_groups",
     "new_group_of",
     "root_of",
+    "set_gloo_timeout",
     "set_group_timeout",
+    "store_port",
 ]
 
 
 def default_store() -> Any:
     """The store of the default process group."""
     return dist.distributed_c10d._get_default_store()
+
+
+def store_port() -> int:
+    """The port of the default process group's store; 0 if it has none."""
+    store = default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return int(getattr(store, "port", 0) or 0)
 
 
 def known_groups() -> dict[Any, Any]:
@@ -54,6 +66,18 @@ def new_group_of(processes: Sequence[int], backend: str, name: str, store: Any, 
     )
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return group
+
+
+def gloo_of(group: Any) -> Any:
+    """The gloo backend of a process group, also of one that uses NCCL for tensors on GPUs; None if it has none."""
+    cpu = torch.device("cpu")
+    backend = group._get_backend(cpu) if cpu in group._device_types else None
+    return backend if isinstance(backend, dist.ProcessGroupGloo) else None
+
+
+def set_gloo_timeout(timeout: timedelta, gloo: Any) -> None:
+    """Set how long a collective of a gloo backend may take."""
+    gloo._set_default_timeout(timeout)
 
 
 def set_group_timeout(timeout: timedelta, group: Any) -> None:

@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stageline.common.errors import PipelineError, StagelineError, TransportError, shorten
-from stageline.distributed._torch_private import set_group_timeout
+from stageline.distributed._torch_private import gloo_of, set_gloo_timeout, store_port
 from stageline.distributed.bootstrap import start_together
 from stageline.distributed.failures import JobFailures
 from stageline.distributed.layout import Layout
+from stageline.distributed.peer_connections import PeerConnections
 from stageline.distributed.process_groups import LayoutGroups, own_groups
 from stageline.distributed.rank_host import Floats
 from stageline.faults.monitor.blame import EVERYONE
@@ -36,6 +37,8 @@ from stageline.transport.tcp.transport import SocketTransport
 Result = TypeVar("Result")
 SLOWEST_NCCL = 60.0
 """Seconds in which NCCL connects the ranks of a large job."""
+MOST_PEERS = 256
+"""Up to this many processes compare their connections: over gloo, every process is connected to all others."""
 
 
 class ProcessCollectives:
@@ -113,8 +116,19 @@ class ProcessCollectives:
         One that failed never joins the others there, and they would wait for half an hour. NCCL has its own limit.
         """
         for group in groups:
-            if dist.get_backend(group) == "gloo":
-                set_group_timeout(datetime.timedelta(seconds=self.deadline), group)
+            if (gloo := gloo_of(group)) is not None:
+                set_gloo_timeout(datetime.timedelta(seconds=self.deadline), gloo)
+
+    def watch_peers(self, groups: Iterable[Any]) -> None:
+        """Let no layer on the CPU wait in these groups for a process that has failed but lives.
+
+        All processes call this together.
+        """
+        by_gloo = any(gloo_of(group) is not None for group in groups)
+        port = int(self._groups.links.address.rpartition("|")[2])
+        rows = self.all_gather(np.array([port, store_port(), by_gloo], dtype=float)).reshape(-1, 3)
+        if rows[:, 2].any() and len(rows) <= MOST_PEERS:
+            self._failures.peers = PeerConnections.find(self.all_gather, {int(port) for port in rows[:, :2].flat})
 
     @contextmanager
     def naming_lost(self) -> Iterator[None]:

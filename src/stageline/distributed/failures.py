@@ -14,6 +14,7 @@ import torch
 
 from stageline.common.errors import PeerFailed, PipelineError, StagelineError, TransportError
 from stageline.distributed.attempts import number_of
+from stageline.distributed.peer_connections import PeerConnections
 from stageline.distributed.process_exit import close_at_exit
 from stageline.faults.flight_recorder import FlightRecorder, worth_writing
 from stageline.faults.monitor.verdict import Failure, Verdict, describe, place_in_words
@@ -180,6 +181,10 @@ class JobFailures:
         self._name = layout.place_name
         self.running: RankRunner | None = None
         """What runs the current step on this rank."""
+        self.acting: int | None = None
+        """The native number of the thread that runs the actions of a step; None outside of them."""
+        self.peers = PeerConnections()
+        """Over which layers run collectives themselves."""
         self.lost = ""
         """Why this pipeline cannot continue; empty while it can."""
         self._groups, self._layout, self._transport = groups, layout, transport
@@ -217,6 +222,13 @@ class JobFailures:
             self._transport.interrupt(verdict.culprit, str(verdict), final=verdict.final)
         if verdict.final:
             self._groups.abort()
+            self.peers.shut_down()
+        elif self.acting is not None and verdict.culprit != self.control.rank:
+            self.peers.shut_down_if_blocked(self.acting, self._acts)
+
+    def _acts(self) -> bool:
+        """Whether an action is running that does not wait for a message."""
+        return self.acting is not None and self.control.waits is None
 
     def check(self, verdict: Verdict | None) -> None:
         """Raise if the job lost a rank."""

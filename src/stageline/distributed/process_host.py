@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -122,10 +123,13 @@ class ProcessHost(ProcessCollectives):
         try:
             if step.refused is not None or step.request is None:
                 raise step.refused or StagelineError("there is nothing to run")
+            self._failures.acting = threading.get_native_id()
             results = [runner.run(step.request, None if reducer is None else reducer.ready)]
+            self._failures.acting = None
             step.issued()
             own = step.make_record(results)
         except BaseException as error:
+            self._failures.acting = None
             failed = RankFailure(time.time(), runner.doing, error)
             own = np.zeros(step.size)
             self._report(runner, error)

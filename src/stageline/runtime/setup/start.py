@@ -84,10 +84,12 @@ def start(
         stages.place(options.compile, split=schedule.splits_backward)
     compare_ties(host, stages)
     if isinstance(host, ProcessCollectives):
-        if parallelize is not None:
-            host.limit_collectives(groups_of(stages.local_parts(), inner))
-            refuse_apart(host, inner, (), "processes create a pipeline while they are")
         gpu = device_of(stages.local_parts())
+        if parallelize is not None:
+            groups = groups_of(stages.local_parts(), inner)
+            host.limit_collectives(groups)
+            host.watch_peers(groups if gpu is None else [])
+            refuse_apart(host, inner, (), "processes create a pipeline while they are")
         host.connect_gpus(schedule.channels, None if gpu is None else torch.device("cuda", gpu))
     sharded = () if parallelize is None else sharded_stages(host, stages.own_parts(), schedule.stages)
     lowered = partial(lower, stages=sharded, reshard_after_forward=options.reshard_after_forward)
