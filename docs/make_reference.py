@@ -167,7 +167,7 @@ def option_row(option: Any) -> str:
     """An argument or option as a row of a table: its names, its values and its help."""
     is_option = option.param_type_name == "option"
     names = [f"`{flag}`" for flag in [*option.opts, *option.secondary_opts]] if is_option else []
-    value = option.metavar or ("" if getattr(option, "is_flag", False) else option.type.name.upper())
+    value = option.metavar
     shown = " ".join([", ".join(names), f"`{value}`" if value else ""]).strip()
     text = re.sub(r"\[/?\w+\]", "", option.help or "")
     default = option.default

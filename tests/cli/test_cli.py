@@ -179,14 +179,18 @@ ERRORS = {
     "show nowhere.csv": "cannot read nowhere.csv: No such file",
     "show 1f1b -p 2 -m 2 --svg /no/such/a.svg": "cannot write the drawing to /no/such/a.svg",
     "show 1f1b -p 2 -m 2 --write a.txt": "must end in .json or .csv",
-    "verify 1f1b -p two -m 2": "two",
+    "verify 1f1b -p two -m 2": "'-p' / '--ranks': must be an integer, got 'two'",
+    "verify 1f1b -p 2 -m 2.5": "'-m' / '--microbatches': must be an integer, got '2.5'",
+    "show 1f1b -p 2 -m 2 --width 3": "'--width': must be an integer between 30 and 2000, got '3'",
+    "selftest --deadline 0": "'--deadline': must be a number >= 1, got '0'",
+    "launch -n some job.py": "'--processes' / '-n': must be an integer >= 0, got 'some'",
     "simulate": "SCHEDULE",
     "doctor": "FILE|FOLDER",
     "doctor nowhere": "cannot read nowhere: No such file",
     "doctor .": "has no flight records",
     "compare -m 4": "compare needs -p RANKS",
     "compare -p 0 -m 4": "ranks to be a whole number from 1",
-    "compare -p 4 -m 8 --memory nan": "--memory must be a number",
+    "compare -p 4 -m 8 --memory nan": "'--memory': must be a number >= 0, got 'nan'",
     "compare -p 4 -m 8 --option foo=3": "no family has an option 'foo'",
     "show 1f1b -p 2 -m 2 --option ranks=3": "--option cannot set ranks",
     "nonsense": "nonsense",
@@ -196,7 +200,17 @@ ERRORS = {
 @pytest.mark.parametrize("words", ERRORS)
 def test_errors_are_one_line_and_exit_code_two(words: str, capsys: Capture) -> None:
     err = call(words, capsys, code=2)
-    assert ERRORS[words] in " ".join(err.split())
+    assert ERRORS[words] in " ".join(err.replace("│", "").split())
+
+
+@pytest.mark.parametrize("verb", ["generate", "launch", "selftest"])
+def test_the_help_has_the_limits_of_numbers_and_the_help_of_arguments(verb: str, capsys: Capture) -> None:
+    """Whichever version of typer prints it."""
+    texts = {"generate": ("N>=1", "Folder of a run"), "launch": ("1<=N<=65535", "Arguments of"), "selftest": ("N>=2",)}
+    out = call(f"{verb} --help", capsys)
+    for text in texts[verb]:
+        assert text in out
+    assert "[[" not in out
 
 
 def test_a_broken_schedule_names_rule_and_place(tmp_path: Path, capsys: Capture) -> None:

@@ -1,8 +1,8 @@
 """The `stageline` command: one file per verb.
 
 A verb declares its options with typer, calls the library and prints. No logic of the library belongs here, and nothing
-else imports this package. Read `app` (the list of verbs, and errors), then any verb. `options`, `models` and `output`
-hold what verbs share.
+else imports this package. Read `app` (the list of verbs, and errors), then any verb. `options`, `models`, `numbers`
+and `output` hold what verbs share.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import typer
 import typer.main
 
 from stageline._version import __version__
+from stageline.cli.numbers import check_numbers
 from stageline.common.errors import ScheduleError, StagelineError, in_flags
 
 VERBS = (
@@ -34,10 +35,11 @@ def make_app(words: Sequence[str] = ()) -> typer.Typer:
         if hasattr(module, "VERBS"):
             group = typer.Typer(**settings)
             for inner, function in module.VERBS.items():
-                group.command(inner, help=help_text(function))(function)
+                group.command(inner, help=help_text(function))(check_numbers(function))
             app.add_typer(group, name=name, help=help_text(module.root))
         else:
-            app.command(name, help=help_text(module.command), **getattr(module, "SETTINGS", {}))(module.command)
+            command = app.command(name, help=help_text(module.command), **getattr(module, "SETTINGS", {}))
+            command(check_numbers(module.command))
     return app
 
 

@@ -21,7 +21,9 @@ def command(
             show_default=False,
         ),
     ],
-    prompt: Annotated[str | None, Option("--prompt", help="Text to continue. Default: the prompt of the run.")] = None,
+    prompt: Annotated[
+        str | None, Option("--prompt", metavar="TEXT", help="Text to continue. Default: the prompt of the run.")
+    ] = None,
     tokens: Annotated[int, Option("--tokens", min=1, help="Number of tokens to generate.")] = 200,
     greedy: Annotated[bool, Option("--greedy", help="Always pick the most likely token.")] = False,
     temperature: Annotated[
@@ -47,7 +49,8 @@ def command(
         int, Option("-p", "--ranks", min=0, help="Ranks of the pipeline; 0 means as many as stageline train starts.")
     ] = 0,
     launcher: Annotated[
-        Literal["processes", "threads"], Option("--launcher", help="How to run the ranks on this machine.")
+        Literal["processes", "threads"],
+        Option("--launcher", metavar="processes|threads", help="How to run the ranks on this machine."),
     ] = "processes",
 ) -> None:
     """Continue a prompt with the newest checkpoint of a run, and print the text as it is generated.

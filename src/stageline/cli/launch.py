@@ -23,7 +23,7 @@ SETTINGS = {"context_settings": {"ignore_unknown_options": True, "allow_interspe
 def command(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="Python file or, with -m, a module.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="Arguments of the script.", show_default=False)
+        list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Arguments of the script.", show_default=False)
     ] = None,
     processes: Annotated[
         int | None,
@@ -36,7 +36,10 @@ def command(
     ] = None,
     module: Annotated[bool, typer.Option("--module", "-m", help="Run SCRIPT as a module, as python -m does.")] = False,
     logs: Annotated[
-        Path | None, typer.Option(help="Folder for the output of the ranks (rank-0.log, …). Default: the terminal.")
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Folder for the output of the ranks (rank-0.log, …). Default: the terminal."
+        ),
     ] = None,
     timeout: Annotated[float | None, typer.Option(help="Stop the job after this many seconds.", min=0.1)] = None,
     launcher: Annotated[
@@ -51,7 +54,9 @@ def command(
     spares: Annotated[int, typer.Option(help="Number of spare processes that can replace a lost rank.", min=0)] = 0,
     nnodes: Annotated[int, typer.Option(help="Number of hosts; run the command on each of them.", min=1)] = 1,
     node_rank: Annotated[int, typer.Option(help="Index of this host, counted from 0.", min=0)] = 0,
-    master_addr: Annotated[str, typer.Option(help="Address of host 0, to which all launchers connect.")] = "",
+    master_addr: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Address of host 0, to which all launchers connect.")
+    ] = "",
     master_port: Annotated[int, typer.Option(help="Port of the launcher on host 0.", min=1, max=65535)] = 29400,
     host_timeout: Annotated[
         float, typer.Option(help="Seconds of silence after which a host counts as lost.", min=1.0)

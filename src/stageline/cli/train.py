@@ -53,7 +53,7 @@ class TrainCommand(TyperCommand):
 
 def command(
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[CONFIG.toml]", help="Config file.", show_default=False)
+        list[str] | None, typer.Argument(metavar="CONFIG.toml", help="Config file.", show_default=False)
     ] = None,
     settings: Annotated[
         list[str] | None,
