@@ -62,6 +62,26 @@ def test_an_interrupt_in_an_import_is_one_line(tmp_path: Path, module: str, plan
     assert (done.returncode, done.stderr) == (130, "stageline: interrupted\n"), done.stdout
 
 
+def test_an_interrupt_in_a_stream_of_text_starts_a_new_line() -> None:
+    code = """
+import os, signal, time
+from stageline.common import interrupts
+interrupts.install()
+from stageline.train.data import find_tokenizer
+from stageline.train.generation_job import print_stream
+
+def tokens():
+    yield from b"main("
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(600)
+
+print_stream(find_tokenizer("bytes"), list(b"def "), tokens(), show=True)
+"""
+    streams: dict[str, int] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run([sys.executable, "-c", code], text=True, timeout=PATIENCE, check=False, **streams)
+    assert (done.returncode, done.stdout) == (130, "def main(\nstageline: interrupted\n")
+
+
 def test_nothing_is_imported_before_an_interrupt_can_be_heard() -> None:
     code = "import sys; before = set(sys.modules); import stageline.cli; print(*sorted(set(sys.modules) - before))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True)

@@ -85,6 +85,15 @@ def at_end(cleanup: Callable[[], None]) -> Callable[[], None]:
     return forget
 
 
+def end_line() -> None:
+    """End an unfinished line of stdout; registered with `at_end` while text is streamed.
+
+    If stdout and stderr are both a terminal, the message itself starts a new line.
+    """
+    if not (_is_terminal(1) and _is_terminal(2)):
+        _write(1, "\n")
+
+
 def end(number: int = signal.SIGINT, frame: FrameType | None = None) -> None:
     """Clean up, print one line, and end this process."""
     if os.getpid() == _owner:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stageline.common.errors import StagelineError
-from stageline.common.interrupts import install
+from stageline.common.interrupts import at_end, end_line, install
 from stageline.common.temporary_folder import TemporaryFolder
 from stageline.distributed.bootstrap import job_host
 from stageline.distributed.rank_host import RankHost
@@ -105,9 +105,13 @@ def print_stream(tokenizer: Tokenizer, prompt: list[int], tokens: Any, *, show: 
             pass
         return
     print(tokenizer.decode(prompt), end="", flush=True)
-    for piece in text_pieces(tokenizer, prompt, tokens):
-        print(piece, end="", flush=True)
-    print()
+    forget = at_end(end_line)
+    try:
+        for piece in text_pieces(tokenizer, prompt, tokens):
+            print(piece, end="", flush=True)
+    finally:  # an error starts a new line, too
+        forget()
+        print(flush=True)
 
 
 def _open(where: Location, step: int, host: RankHost) -> Checkpoint:
