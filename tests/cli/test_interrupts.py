@@ -77,8 +77,10 @@ def tokens():
 
 print_stream(find_tokenizer("bytes"), list(b"def "), tokens(), show=True)
 """
-    streams: dict[str, int] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    done = subprocess.run([sys.executable, "-c", code], text=True, timeout=PATIENCE, check=False, **streams)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=PATIENCE, check=False
+    )
     assert (done.returncode, done.stdout) == (130, "def main(\nstageline: interrupted\n")
 
 

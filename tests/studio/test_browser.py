@@ -157,6 +157,10 @@ def test_a_synthesis_becomes_the_second_schedule_and_is_exported(visitor: Visito
     with page.expect_download() as download:
         page.get_by_role("button", name="CSV").click()
     assert download.value.suggested_filename == "synthesized.csv"
+    with studio() as elsewhere:  # the address is the view, also there
+        other = visitor.browser.new_context(**WIDE).new_page()
+        other.goto(f"{elsewhere.address}#{page.url.partition('#')[2]}")
+        wait_until(other, figure(other, "Second", "Makespan"), r"^13\s*$")
 
 
 def test_a_run_is_followed(visitor: Visitor) -> None:
@@ -201,6 +205,24 @@ def test_the_cut_of_a_profile_is_dragged(visitor: Visitor, tmp_path: Path) -> No
     page.unroute("**/api/plan")
     page.wait_for_url(re.compile("counts=2,6"))
     page.get_by_text("Border 1 of 1: between layers.1 and layers.2").wait_for()
+
+
+def test_a_plan_that_fails_dims_the_one_before(visitor: Visitor, tmp_path: Path) -> None:
+    even(4).write(tmp_path / "profile.json")
+    page = visitor.browser.new_context(**WIDE).new_page()  # the console of `visitor.open` may not show a refusal
+    page.goto(f"{visitor.studio.address}#plan?ranks=2")
+    page.locator("input[type=file]").set_input_files(tmp_path / "profile.json")
+    chart = page.locator("canvas.gantt")
+    chart.wait_for()
+    is_dimmed = "chart => getComputedStyle(chart.closest('.work > div:not(.drop)')).opacity < 0.5"
+    assert not chart.evaluate(is_dimmed)
+    ranks = page.get_by_label("Ranks, exactly")
+    ranks.fill("9")
+    page.get_by_role("alert").filter(has_text="4").wait_for()
+    assert chart.evaluate(is_dimmed)
+    ranks.fill("2")
+    page.get_by_role("alert").wait_for(state="hidden")
+    assert not chart.evaluate(is_dimmed)
 
 
 def test_a_tap_shows_the_tooltip_of_a_timeline_in_a_file(visitor: Visitor, tmp_path: Path) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import base64
 import json
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ import pytest
 
 import stageline as sl
 from stageline.cli.app import run
+from stageline.studio.addresses import pack_schedule, unpack_schedule
 from stageline.studio.app import Studio, make_app
 from stageline.studio.server import listen
 from stageline.train.events import MetricsFile
@@ -172,6 +176,47 @@ def test_a_synthesis_of_another_studio_is_not_one_of_this_studio(served: Running
     shown = {"ranks": 2, "microbatches": 4, "panels": [{"family": "synthesized", "job": "1"}]}
     (panel,) = served.request("api/simulate", shown).arrays["panels"]
     assert panel["error"].startswith("this studio does not have the synthesized schedule of this address; press Synth")
+
+
+def test_an_address_carries_a_synthesized_schedule_to_another_studio(served: RunningStudio) -> None:
+    job, answer = synthesize(served)
+    shown = {**SHOWN, "ranks": 2, "microbatches": 4, "panels": [{"family": "synthesized", "job": job}]}
+    (here,) = served.request("api/simulate", shown).arrays["panels"]
+    shown["panels"] = [{"family": "synthesized", "job": "of another studio", "packed": answer["packed"]}]
+    (there,) = served.request("api/simulate", shown).arrays["panels"]
+    assert there["times"]["makespan"] == here["times"]["makespan"]
+    assert there["structure"]["stage"].tolist() == here["structure"]["stage"].tolist()
+    script = served.request("api/export", {**shown, "format": "python"}).body.decode()
+    assert "schedule = sl.read_schedule('synthesized.json')" in script
+    for damaged in (
+        answer["packed"][:-9],
+        "%",
+        "AAAA",
+        "eJwDAAAAAAE",
+        pack(b'{"programs": [1]}'),
+        pack(b"0" * 5 * 2**20),
+    ):
+        shown["panels"] = [{"family": "synthesized", "packed": damaged}]
+        (panel,) = served.request("api/simulate", shown).arrays["panels"]
+        assert panel["error"].startswith("cannot read the synthesized schedule of this address: ")
+
+
+def pack(plain: bytes) -> str:
+    return base64.urlsafe_b64encode(zlib.compress(plain)).decode().rstrip("=")
+
+
+@pytest.mark.parametrize("name", sorted(sl.families()))
+def test_schedules_of_thousands_of_actions_fit_into_an_address(name: str) -> None:
+    schedule = sl.schedule(name, ranks=8, microbatches=64)
+    packed = pack_schedule(schedule)
+    assert 0 < len(packed) < 3000
+    assert unpack_schedule(packed) == schedule
+
+
+def test_a_schedule_that_is_too_long_for_an_address_is_left_out() -> None:
+    shuffled = random.Random(0).sample(range(3000), 3000)
+    schedule = sl.Schedule.from_programs([[f"0{kind}{microbatch}" for kind in "FB" for microbatch in shuffled]])
+    assert pack_schedule(schedule) == ""
 
 
 def test_a_family_that_does_not_fit_is_an_error_of_its_panel(served: RunningStudio) -> None:

@@ -73,12 +73,12 @@ def export(
             text = "".join(csv_lines(timelines[0].schedule))
         case _:
             panel = request.panels[0]
-            text = python_script(request, panel, timelines[0], searches.get(panel.job, {}))
+            text = python_script(request, panel, timelines[0], searches)
     return ExportedFile(f"{'-'.join(names)}.{ending}", media_type, text)
 
 
 def python_script(
-    request: ScheduleRequest, panel: PanelRequest, timeline: Timeline, search: Mapping[str, object]
+    request: ScheduleRequest, panel: PanelRequest, timeline: Timeline, searches: Mapping[str, Mapping[str, object]]
 ) -> str:
     """Return a script that builds the same schedule and simulates it at the same costs."""
     schedule = timeline.schedule
@@ -86,8 +86,10 @@ def python_script(
     costs = f"{_call('sl.Costs', _cost_arguments(request.costs.whole(request.ranks)))}"
     lines = ["import stageline as sl", "", f"costs = {costs}{f'.refined({chunks})' if chunks > 1 else ''}"]
     sizes = {"ranks": request.ranks, "microbatches": request.microbatches}
-    if panel.family == SYNTHESIZED:
-        lines += [f"schedule = {_call('sl.synthesize', {**sizes, **search}, 'costs')}.schedule"]
+    if panel.family == SYNTHESIZED and panel.job not in searches:  # it came with the address
+        lines += ["schedule = sl.read_schedule('synthesized.json')  # export it as JSON, too"]
+    elif panel.family == SYNTHESIZED:
+        lines += [f"schedule = {_call('sl.synthesize', {**sizes, **searches[panel.job]}, 'costs')}.schedule"]
     else:
         lines += [f"schedule = {_call('sl.schedule', {**sizes, **schedule.options}, repr(schedule.name))}"]
     return "\n".join([*lines, "timeline = sl.simulate(schedule, costs)", "print(timeline)", ""])

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Annotated, Any
+from zlib import crc32
 
 from stageline.common.checked_json import PositiveInt, Range, from_json
 from stageline.common.errors import ScheduleError, StagelineError
 from stageline.schedules.registry import families, schedule
 from stageline.schedules.schedule import Schedule
+from stageline.studio.addresses import unpack_schedule
 from stageline.studio.arrays import structure_of, times_of
 from stageline.timeline.costs import LARGEST_COST, Costs
 from stageline.timeline.draw.palette import LOOKS
@@ -62,6 +64,8 @@ class PanelRequest:
     options: Mapping[str, PositiveInt] = field(default_factory=dict)
     job: str = ""
     """The synthesis, if the family is "synthesized"."""
+    packed: str = ""
+    """Its schedule as in the address, for a studio that did not run that synthesis; empty if it is too large."""
     known: str = ""
     """The schedule whose structure the page has already."""
     idle: bool = False
@@ -122,7 +126,7 @@ def _schedule(name: str, ranks: int, microbatches: int, options: tuple[tuple[str
 def schedule_of(request: ScheduleRequest, panel: PanelRequest, synthesized: Mapping[str, Schedule]) -> Schedule:
     """Return the schedule of a panel; `synthesized` has the results of finished searches."""
     if panel.family == SYNTHESIZED:
-        result = synthesized.get(panel.job)
+        result = synthesized.get(panel.job) or (unpack_schedule(panel.packed) if panel.packed else None)
         if result is None:
             lost = "this studio does not have the synthesized schedule of this address; " if panel.job else ""
             raise ScheduleError(f"{lost}press Synthesize to search for a schedule for these costs")
@@ -161,7 +165,8 @@ def simulated(request: ScheduleRequest, synthesized: Mapping[str, Schedule]) -> 
             panels.append({"error": str(error)})
             continue
         options = ",".join(f"{name}={value}" for name, value in sorted(timeline.schedule.options.items()))
-        identity = f"{panel.family}/{panel.job}/{request.ranks}/{request.microbatches}/{options}"
+        synthesis = f"{panel.job}/{crc32(panel.packed.encode())}"
+        identity = f"{panel.family}/{synthesis}/{request.ranks}/{request.microbatches}/{options}"
         answer: dict[str, Any] = {"id": identity, "times": times_of(timeline, idle=panel.idle)}
         if panel.known != identity:
             answer["structure"] = structure_of(timeline)

@@ -15,6 +15,7 @@ from stageline.common.checked_json import PositiveInt, Range, from_json, parse_j
 from stageline.common.errors import StagelineError
 from stageline.schedules.io import schedule_from
 from stageline.schedules.schedule import Schedule
+from stageline.studio.addresses import pack_schedule
 from stageline.studio.schedules import MAX_ACTIONS, StageCosts
 
 MAX_SEARCHES = 16
@@ -84,8 +85,9 @@ class BackgroundSearch:
         if "progress" in line:
             self.progress.append(line["progress"])
         if "schedule" in line:
-            self.final = {name: line[name] for name in ("gap", "best", "was_cut")}
-            self.schedule = schedule_from(parse_json(line["schedule"]))
+            schedule = schedule_from(parse_json(line["schedule"]))
+            self.final = {name: line[name] for name in ("gap", "best", "was_cut")} | {"packed": pack_schedule(schedule)}
+            self.schedule = schedule
 
     @property
     def is_done(self) -> bool:

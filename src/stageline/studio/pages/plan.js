@@ -68,11 +68,11 @@ export async function show(page, isOpen) {
     if (!isOpen()) return;
     writeState("plan", state, DEFAULTS);
     board.hidden = !profile; drop.hidden = Boolean(profile);
-    if (!profile) return;
+    if (!profile) { board.classList.remove("stale"); return; }
     const { counts } = state;
     try {
       const answer = await postArrays("api/plan", request());
-      message.hidden = true;
+      message.hidden = true; board.classList.remove("stale");
       const { structure, times } = answer.panel;
       chart.set(structure, times);
       title.replaceChildren(profile.name, " ", element("small", {}, `${profile.layers.length} layers, ${profile.where}`));
@@ -80,7 +80,7 @@ export async function show(page, isOpen) {
       keys.replaceChildren(legend(view, looks));
       view.fit(); view.redraw(); rows.set(answer, +state.memory ? +state.memory * gib : null);
       if (state.counts === counts) ribbon.set(answer);  // otherwise the border has moved on, and its answer is next
-    } catch (error) { fail(error); }
+    } catch (error) { fail(error); board.classList.add("stale"); }  // what it shows is an earlier plan
   });
   const redraw = () => { view.redraw(); ribbon.draw(); }, dark = matchMedia("(prefers-color-scheme: dark)");
   addEventListener("resize", redraw); dark.addEventListener("change", redraw);

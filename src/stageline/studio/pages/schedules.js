@@ -3,7 +3,7 @@ import { choice, colour, columns, download, element, get, latest, number, post, 
 import { figures, Gantt, legend, rankTable, View } from "./gantt.js";
 
 const DEFAULTS = { ranks: 4, microbatches: 8, a: "1f1b", b: "zb-v", forward: 1, backward_input: 1, backward_weight: 1, transfer: 0, activation: 1, residue: 1,
-  memory: "", factors: "", job: "", searchChunks: 1, searchPlacement: "loop", searchSeconds: 10, beside: "", memoryCurves: "yes", critical: "" };
+  memory: "", factors: "", job: "", packed: "", searchChunks: 1, searchPlacement: "loop", searchSeconds: 10, beside: "", memoryCurves: "yes", critical: "" };
 const COSTS = [
   ["forward", "F", "Time of a forward"], ["backward_input", "I", "Time of the gradient of the inputs; B takes I + W"], ["backward_weight", "W", "Time of the gradient of the weights"],
   ["transfer", "Transfer", "Time of a message between two ranks"], ["activation", "Activation", "Memory from F to B or I"], ["residue", "Residue", "Memory from I to W"]];
@@ -21,7 +21,7 @@ export async function show(page, isOpen) {
   const request = names => ({
     ranks: +state.ranks, microbatches: +state.microbatches,
     costs: { ...Object.fromEntries(COSTS.map(([key]) => [key, +state[key]])), factors: Object.fromEntries(Object.entries(factors()).map(([part, factor]) => [part, +factor])) },
-    panels: names.map(name => ({ family: state[name], options: optionsOf(name), job: state.job, known: panels[name].known, idle: panels[name].details.open })),
+    panels: names.map(name => ({ family: state[name], options: optionsOf(name), ...state[name] === SYNTHESIZED ? { job: state.job, packed: state.packed } : {}, known: panels[name].known, idle: panels[name].details.open })),
   });
 
   // Two charts on one time axis.
@@ -29,7 +29,7 @@ export async function show(page, isOpen) {
   const shown = () => ["a", "b"].filter(name => state[name] !== NONE);
   const update = latest(async () => {
     if (!isOpen()) return;
-    writeState("schedules", state, DEFAULTS); share.value = location.href;
+    writeState("schedules", state.b === SYNTHESIZED ? state : { ...state, job: "", packed: "" }, DEFAULTS); share.value = location.href;
     const names = shown();
     try {
       const answer = await postArrays("api/simulate", request(names));
@@ -190,7 +190,7 @@ function searchBox(state, change, request, panels, update) {
           if (answer.error) { status.textContent = answer.error; break; }
           const best = answer.best ? ` The best family, ${answer.best[0]}, takes ${number(answer.best[1])}.` : "";
           status.textContent = `${describe(answer.progress.at(-1))}${answer.gap === 0 ? " This is optimal." : ""}${best}`;
-          Object.assign(state, { b: "synthesized", job }); panels.b.known = ""; panels.b.fill(); update();
+          Object.assign(state, { b: SYNTHESIZED, job, packed: answer.packed }); panels.b.known = ""; panels.b.fill(); update();
           break;
         }
         if (answer.progress.length) status.textContent = describe(answer.progress.at(-1));
