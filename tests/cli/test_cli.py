@@ -203,6 +203,25 @@ def test_errors_are_one_line_and_exit_code_two(words: str, capsys: Capture) -> N
     assert ERRORS[words] in " ".join(err.replace("│", "").split())
 
 
+@pytest.mark.parametrize(
+    ("words", "completions"),
+    [
+        ("show zb-h", ["zb-h1", "zb-h2"]),
+        ("selftest --families 1f1b,zb-h1,zb-", ["1f1b,zb-h1,zb-h2", "1f1b,zb-h1,zb-v"]),
+        ("plan config.json --schedule zb-v,gp", ["zb-v,gpipe"]),
+        ("plan config.json --schedule sy", ["synthesized"]),
+    ],
+)
+def test_a_shell_completes_families_also_in_lists(
+    words: str, completions: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setenv("_STAGELINE_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"stageline {words}")
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split())))
+    run([])
+    assert capsys.readouterr().out.split() == completions
+
+
 @pytest.mark.parametrize("verb", ["generate", "launch", "selftest"])
 def test_the_help_has_the_limits_of_numbers_and_the_help_of_arguments(verb: str, capsys: Capture) -> None:
     """Whichever version of typer prints it."""

@@ -40,6 +40,16 @@ def complete_families(incomplete: str) -> list[str]:
     return [name for name in families() if name.startswith(incomplete)]
 
 
+def complete_family_list(incomplete: str) -> list[str]:
+    """Complete the last of several families that are separated by commas, with those that are not in the list yet.
+
+    >>> complete_family_list("zb-h1,zb-")
+    ['zb-h1,zb-h2', 'zb-h1,zb-v']
+    """
+    before, comma, last = incomplete.rpartition(",")
+    return [before + comma + name for name in complete_families(last) if name not in before.split(",")]
+
+
 ScheduleName = Annotated[
     str,
     Argument(

@@ -10,10 +10,20 @@ import typer
 from typer import Option
 
 from stageline.cli.models import Length, ModelName, Repeats, Samples, Threads, load_with_inputs
-from stageline.cli.options import DrawingOptions, expand, output_option
+from stageline.cli.options import DrawingOptions, complete_family_list, expand, output_option
 from stageline.cli.output import console, print_chart, print_json, progress, save
 from stageline.common.errors import StagelineError
 from stageline.timeline import draw
+
+
+def complete_schedules(incomplete: str) -> list[str]:
+    """Complete --schedule.
+
+    >>> complete_schedules("a"), complete_schedules("zb-v,1")
+    (['auto'], ['zb-v,1f1b'])
+    """
+    words = [word for word in ("auto", "synthesized") if word.startswith(incomplete)]
+    return words + complete_family_list(incomplete)
 
 
 @dataclass(frozen=True)
@@ -68,9 +78,14 @@ class SearchOptions:
     recompute: Annotated[
         str, Option(metavar="WHAT", help="auto, none, stage, or names of units separated by commas.")
     ] = "auto"
-    schedule: Annotated[str, Option(metavar="NAMES", help="auto, or families separated by commas, or synthesized.")] = (
-        "auto"
-    )
+    schedule: Annotated[
+        str,
+        Option(
+            metavar="NAMES",
+            help="auto, or families separated by commas, or synthesized.",
+            autocompletion=complete_schedules,
+        ),
+    ] = "auto"
     chunks: Annotated[int | None, Option(min=1, metavar="N", help="Stages per rank.")] = None
     transfer: Annotated[
         str,

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stageline.cli.options import complete_family_list
+
 if TYPE_CHECKING:
     from stageline.selftest.selftest import SelfTest
 
@@ -27,7 +29,10 @@ def command(
     ] = "processes",
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for the HTML page and the JSON file.")] = Path(),
     families: Annotated[
-        str | None, typer.Option(metavar="NAME,…", help="Schedule families to check. Default: all.")
+        str | None,
+        typer.Option(
+            metavar="NAME,…", help="Schedule families to check. Default: all.", autocompletion=complete_family_list
+        ),
     ] = None,
     kill: Annotated[bool, typer.Option(help="Kill a rank of a small job, and check that the others report it.")] = True,
     deadline: Annotated[float, typer.Option(min=1, help="Seconds after which a silent rank counts as lost.")] = 30.0,
