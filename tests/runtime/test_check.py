@@ -17,6 +17,7 @@ import stageline as sl
 from stageline.cli.app import run
 from stageline.runtime import shared_parameters
 from stageline.runtime import step as runner
+from stageline.testing import run_ranks
 
 
 class Wrong(torch.autograd.Function):
@@ -55,6 +56,29 @@ def check(model: nn.Module, **options: Any) -> Any:
     dtype = next(model.parameters()).dtype
     batch = (torch.randn(8, 5, dtype=dtype), torch.randn(8, 2, dtype=dtype))
     return sl.check(model, batch, **{"ranks": 2, "loss_fn": functional.mse_loss, **options})
+
+
+def check_before_and_after_training(rank: int) -> str:
+    """A process trains only its own stages, so that its copy of the model is no longer that of the others."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    batch = torch.randn(8, 4), torch.randn(8, 4)
+    assert sl.check(model, batch, ranks=2, loss_fn=functional.mse_loss).verdict == "equal"
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=4)
+    pipe.step(*batch)
+    torch.optim.SGD(pipe.parameters(), lr=0.1).step()
+    with pytest.raises(sl.errors.StagelineError) as caught:
+        sl.check(model, batch, ranks=2, loss_fn=functional.mse_loss)
+    model.load_state_dict(pipe.state_dict(gather=True))
+    assert sl.check(model, batch, ranks=2, loss_fn=functional.mse_loss).verdict == "equal"
+    return str(caught.value)
+
+
+def test_models_that_differ_between_processes_are_an_error() -> None:
+    for error in run_ranks(check_before_and_after_training, 2):
+        assert error.startswith(
+            "check needs the same model in all processes, but they hold different values of 0.weight;"
+        )
 
 
 def test_equal_bits_are_equal() -> None:

@@ -23,7 +23,7 @@ SETTINGS = {"context_settings": {"ignore_unknown_options": True, "allow_interspe
 def command(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="Python file or, with -m, a module.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Arguments of the script.", show_default=False)
+        list[str] | None, typer.Argument(metavar="ARGUMENTS…", help="Arguments of the script.", show_default=False)
     ] = None,
     processes: Annotated[
         int | None,

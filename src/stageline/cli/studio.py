@@ -13,7 +13,7 @@ def command(
     runs: Annotated[
         list[Path] | None,
         Argument(
-            metavar="RUN",
+            metavar="RUN…",
             help="Folders of runs (job.dump_folder), or folders with runs in them.",
             show_default=False,
         ),

@@ -21,7 +21,7 @@ from stageline.model.huggingface import own_loss
 from stageline.model.split import check_positive
 from stageline.runtime._torch_private import pytree
 from stageline.runtime.batches.chunk_specs import ChunkSpecs
-from stageline.runtime.microbatches import Batch, input_parts, target_parts
+from stageline.runtime.microbatches import Batch, digest, input_parts, target_parts
 from stageline.runtime.pipeline import Pipeline
 from stageline.runtime.reference import (
     FINE,
@@ -39,6 +39,7 @@ from stageline.runtime.stage import Stage
 from stageline.runtime.state_dict import gather_state
 from stageline.schedules.schedule import Schedule
 from stageline.tensors.copies import detached
+from stageline.tensors.sharded import local
 
 Verdict: TypeAlias = Literal["equal", "reordered", "different"]
 
@@ -175,6 +176,7 @@ def check(
         raise StagelineError(
             "check compares all gradients, but shard_optimizer=True keeps only some of them; leave it out"
         )
+    _compare_models(pipe, model)
     shares, specs = pipe.replicas, pipe.options.chunk_specs
     own_inputs, own_targets = _share((inputs, targets), samples, pipe)
     if pipe.runner.stages.awaits_batch:
@@ -200,6 +202,23 @@ def check(
         reordered=_reordered(differing, mine, other, reasons, alone, loss),
         loss_rounding=reasons.rounding(plain) * abs(total) if _cut(pipe) else 0.0,
     )
+
+
+def _compare_models(pipe: Pipeline, model: nn.Module) -> None:
+    """Raise the same error on all processes if their models differ: a step trains only the stages of a process."""
+    host = pipe.runner.host
+    if not isinstance(host, ProcessCollectives) or not pipe.options.compare_weights:
+        return
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    known = host.all_gather(np.array([float(digest(local(tensor))) for tensor in tensors.values()]))
+    differing = (known != known[0, 0]).any(axis=(0, 1)).tolist()
+    name = next((name for name, differs in zip(tensors, differing, strict=True) if differs), None)
+    if name is not None:
+        raise StagelineError(
+            f"check needs the same model in all processes, but they hold different values of {name}; a training step "
+            "updates only the stages of a process, so check before training, or load pipe.state_dict(gather=True) "
+            "into the model on every process"
+        )
 
 
 def _share(batch: tuple[Any, Any], samples: int, pipe: Pipeline) -> tuple[Any, Any]:
