@@ -92,6 +92,8 @@ def test_weights_to_begin_with_are_those_of_a_whole_checkpoint(capsys: pytest.Ca
     name = flip_a_bit(4)
     damaged = "checkpoint.initial_load_path=run/checkpoint/step-00000004"
     refused(f"initial_load_path.*{name}: checksum mismatch", damaged, "job.dump_folder=b")
+    other = ("checkpoint.initial_load_path=run/checkpoint/step-00000002", "model.n_layers=9", "job.dump_folder=a")
+    refused(r"^checkpoint.initial_load_path is '.*tensors missing in .*; it must have exactly the tensors of", *other)
     # A folder of checkpoints stands for its newest intact one.
     train("checkpoint.initial_load_path=run/checkpoint", "job.dump_folder=b")
     train("checkpoint.initial_load_path=run/checkpoint/step-00000002", "job.dump_folder=c")

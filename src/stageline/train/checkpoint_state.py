@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from stageline.common.errors import CheckpointError, StagelineError
 from stageline.common.imports import is_hub_name
 from stageline.distributed.rank_host import Collectives, decide_together
-from stageline.model.build.weights import load_weights
+from stageline.model.build.weights import NOT_STRICT, load_weights
 from stageline.model.huggingface import WEIGHT_FILES, hub_files
 from stageline.runtime.pipeline import Pipeline
 from stageline.train.checkpoint import Checkpoint, open_checkpoint, published, step_name
@@ -76,10 +77,24 @@ def load_initial_weights(pipe: Pipeline, name: str, host: Collectives) -> None:
 
     chosen = decide_together(host, choose)
     if not is_remote(chosen):
-        load_weights(pipe.model, chosen, cast=True)
+        _load_exactly(pipe, chosen, name)
         return
     with open_checkpoint(chosen) as checkpoint:
-        load_weights(pipe.model, checkpoint.local_model(), cast=True)
+        _load_exactly(pipe, checkpoint.local_model(), name)
+
+
+def _load_exactly(pipe: Pipeline, path: str | Path, name: str) -> None:
+    """Load weights; an error says what a user of the config can do, who cannot pass `strict=False`."""
+    try:
+        load_weights(pipe.model, path, cast=True)
+    except StagelineError as error:
+        cause = str(error)
+        if cause.endswith(NOT_STRICT):
+            cause = (
+                f"{cause.removesuffix(NOT_STRICT)}; it must have exactly the tensors of the model (to train an adapter "
+                "on a pretrained model, load that model in the function of model.name instead)"
+            )
+        raise StagelineError(f"checkpoint.initial_load_path is {name!r}: {cause}") from None
 
 
 def check_same_run(checkpoint: Checkpoint, config: Config) -> None:

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from stageline.common.errors import StagelineError, shorten
 from stageline.tensors.sharded import is_sharded, local, read_part
 
+NOT_STRICT = "; pass strict=False to ignore them"
+"""The end of an error about tensors that are missing, or not in the model."""
+
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _DTYPES = {
@@ -74,7 +77,7 @@ def load_weights(
         if strict and problem_names:
             names_shown = ", ".join(map(repr, problem_names[:5]))
             rest = f" and {len(problem_names) - 5} more" if len(problem_names) > 5 else ""
-            raise StagelineError(f"tensors {problem} {path}: {names_shown}{rest}; pass strict=False to ignore them")
+            raise StagelineError(f"tensors {problem} {path}: {names_shown}{rest}{NOT_STRICT}")
     by_file: dict[Path, list[tuple[str, str, Tensor]]] = {}
     for name, key, tensor in entries_to_load:
         by_file.setdefault(file_of[key], []).append((name, key, tensor))
