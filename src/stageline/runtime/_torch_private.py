@@ -57,6 +57,7 @@ __all__ = [
     "sparse_values",
     "storage_id",
     "version_of",
+    "watched_parts",
 ]
 
 foreach_mul_ = torch._foreach_mul_
@@ -164,6 +165,32 @@ def other_state(
         for inner, state in states:
             vars(inner).clear()
             vars(inner).update(state)
+
+
+@contextmanager
+def watched_parts(
+    taken: Callable[[Any], None], joined: Callable[[Tensor, Any, Sequence[Any] | None], None]
+) -> Iterator[None]:
+    """Call functions for a while: with DTensors whose part is taken, and before parts become one of unknown shape."""
+    from torch.distributed.tensor import DTensor
+
+    kind: Any = DTensor
+    to_local, from_local = kind.to_local, kind.from_local
+
+    def watched_to_local(self: Any, **options: Any) -> Any:
+        taken(self)
+        return to_local(self, **options)
+
+    def watched_from_local(part: Tensor, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
+        if options.get("shape") is None:
+            joined(part, device_mesh, placements)
+        return from_local(part, device_mesh, placements, **options)
+
+    kind.to_local, kind.from_local = watched_to_local, staticmethod(watched_from_local)
+    try:
+        yield
+    finally:
+        kind.to_local, kind.from_local = to_local, staticmethod(from_local)
 
 
 def optimizer_hooks(optimizer: Optimizer) -> list[Any]:

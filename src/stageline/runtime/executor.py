@@ -26,6 +26,7 @@ from stageline.runtime.batches.chunk_specs import is_mask
 from stageline.runtime.cuda_graphs import ActionGraphs, CudaRecorder
 from stageline.runtime.guards.changed_outputs import OutputForms
 from stageline.runtime.guards.non_finite import FiniteWatch
+from stageline.runtime.guards.uneven_parts import UnevenParts
 from stageline.runtime.out_of_memory import MemoryContext, out_of_memory
 from stageline.runtime.sharding import ShardedStage
 from stageline.runtime.stage import LossInputs, Stage, run_forward
@@ -140,6 +141,8 @@ class Executor:
         """
         self._mesh = mesh
         self._dimensions: tuple[str, ...] = () if mesh is None else mesh.mesh_dim_names or ()
+        self._uneven = UnevenParts() if "tp" in self._dimensions else None
+        """What watches forwards in which tensor parallel cuts activations."""
         self.schedule, self.rank, self.stages = schedule, rank, stages
         self.transport, self.progress, self.flight, self.deadline = transport, progress, flight, deadline
         self.processes, self.process = list(processes), processes[rank]
@@ -438,8 +441,11 @@ class Executor:
                 stage, *inputs, own_keywords, shared, loss_inputs, request.keep_outputs
             )
         else:
-            output, loss, metrics = run_forward(stage, *inputs, request.training, own_keywords, shared, loss_inputs)
+            with nullcontext() if self._uneven is None else self._uneven.watch():
+                output, loss, metrics = run_forward(stage, *inputs, request.training, own_keywords, shared, loss_inputs)
         if task.stage < self._last_stage:
+            if self._uneven is not None:
+                self._uneven.check_outputs(task.stage, output.leaves)
             tree = output.tree
             if len(output.leaves) > 1:
                 tree = noted(tree, sharing(output.leaves, output.joined))

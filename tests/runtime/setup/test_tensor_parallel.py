@@ -28,6 +28,7 @@ from support.meshes import (
     compare,
     data,
     error_of,
+    loss_fn,
     mesh_of,
     own_forward,
     pipeline,
@@ -69,6 +70,45 @@ def sharded_sequence(part: Any, mesh: DeviceMesh | None, *, gathered: bool = Tru
 def sharded_vocabulary(part: Any, mesh: DeviceMesh | None) -> None:
     """The same, and logits that stay cut by the vocabulary."""
     sharded_sequence(part, mesh, gathered=False)
+
+
+def sharded_ends(part: nn.Module, mesh: Any) -> None:
+    """Plain tensors that are cut along the sequence leave an embedding, and enter the next layer."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    styles: dict[Any, Any] = {
+        nn.Embedding: RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        nn.LayerNorm: SequenceParallel(),
+        nn.Linear: ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    for module in list(part.modules()):
+        if type(module) in styles:
+            parallelize_module(module, mesh["tp"], styles[type(module)])
+
+
+def embedding_and_head() -> nn.Sequential:
+    torch.manual_seed(0)
+    head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY))
+    return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), head).double()
+
+
+def uneven_sequences(mesh: DeviceMesh) -> dict[str, str]:
+    """A sequence that tp does not divide: right as DTensors, and refused as plain tensors before a process waits."""
+    four, five = mesh_of((4,), "tp"), [tensor[:, :5] for tensor in data(0)]
+    compare(own_forward(), four, sharded_sequence, "1f1b", 2, max_norm=0.5)
+    expected = loss_fn(own_forward()(five[0]), five[1]).item()
+    assert abs(pipeline(own_forward(), mesh, sharded_sequence).step(*five).loss - expected) < 1e-12
+    pipe = pipeline(own_forward(), four, sequence_parallel)
+    errors = {"uneven": error_of(lambda: pipe.step(*data(0)))}
+    pipe = pipeline(embedding_and_head(), mesh, sharded_ends)
+    pipe.step(*data(0))
+    return errors | {"uneven stages": error_of(lambda: pipe.step(*five))}
 
 
 class Turning(MeshModel):
@@ -185,7 +225,7 @@ def on_dtensors(rank: int) -> dict[str, str]:
     torch.optim.AdamW(pipe.parameters(), foreach=False).step()
     tokens = distribute_tensor(data(0)[0], mesh["tp"], [Replicate()])
     errors["batch"] = error_of(lambda: pipe.step(tokens, data(0)[1]))
-    return errors
+    return errors | uneven_sequences(mesh)
 
 
 def test_dtensors_cross_stages_as_parts() -> None:
@@ -200,6 +240,15 @@ def test_dtensors_cross_stages_as_parts() -> None:
         assert "layers.1.attention (FixedHeadsOfParts) returns different values" in errors["parts"]
         mixed = r"AdamW would update layers.\d.up.weight, which is a DTensor, and .*weight, which is not, in one call"
         assert re.search(mixed, errors["optimizer"])
+        assert (
+            "tp is 4, which does not divide dimension 1 of an activation, of size 6: its parts have the sizes 2, 2, 2, "
+            "0, but a layer joins them as if they were equal; pad that dimension, such as the sequence, to 8, use a tp "
+            "that divides it, or pass DTensors on between layers (use_local_output=False)"
+        ) in errors["uneven"]
+        assert (
+            "failed in F of stage 0, microbatch 0: StagelineError: tp is 2, which does not divide dimension 1 of an "
+            "activation, of size 5: its parts have the sizes 3, 2, but stage 0 passes them on as plain tensors; pad"
+        ) in errors["uneven stages"]
 
 
 # Plans of models.
