@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +25,7 @@ from stageline.runtime.action_ranges import Mark, range_marker
 from stageline.runtime.batches.chunk_specs import is_mask
 from stageline.runtime.cuda_graphs import ActionGraphs, CudaRecorder
 from stageline.runtime.guards.changed_outputs import OutputForms
+from stageline.runtime.guards.cut_layers import name_cut_layers
 from stageline.runtime.guards.non_finite import FiniteWatch
 from stageline.runtime.guards.uneven_parts import UnevenParts
 from stageline.runtime.out_of_memory import MemoryContext, out_of_memory
@@ -441,7 +442,7 @@ class Executor:
                 stage, *inputs, own_keywords, shared, loss_inputs, request.keep_outputs
             )
         else:
-            with nullcontext() if self._uneven is None else self._uneven.watch():
+            with self._watch_cuts(stage.part):
                 output, loss, metrics = run_forward(stage, *inputs, request.training, own_keywords, shared, loss_inputs)
         if task.stage < self._last_stage:
             if self._uneven is not None:
@@ -457,6 +458,15 @@ class Executor:
             bare = [whole(copy(leaf).detach()) if isinstance(leaf, Tensor) else leaf for leaf in output.leaves]
             result.outputs[task.microbatch] = unflatten(bare, output.tree)
         return None
+
+    @contextmanager
+    def _watch_cuts(self, part: nn.Module) -> Iterator[None]:
+        """Watch a forward whose layers tensor parallel may cut."""
+        if self._uneven is None:
+            yield
+            return
+        with name_cut_layers(part), self._uneven.watch():
+            yield
 
     def _batch_part(self, request: StepRequest, microbatch: int) -> tuple[list[Leaf], str, list[bool]]:
         """The leaves of a microbatch of the batch, their tree, and which of them require a gradient."""

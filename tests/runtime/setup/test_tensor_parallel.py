@@ -294,6 +294,17 @@ class Attention(nn.Module):
         return torch.as_tensor(x + self.wo(self.wq(x).view(*x.shape[:-1], -1, 4).flatten(-2)))
 
 
+class AttentionOfBranches(nn.Module):
+    """The same three heads, without an attribute that says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq, self.wo = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(x + self.wo(self.wq(x).view(*x.shape[:-1], -1, 4).flatten(-2)))
+
+
 class FixedHeads(Attention):
     """Two heads, whatever part of the features it has: wrong where it is cut, without an error."""
 
@@ -358,6 +369,12 @@ def fixed_heads() -> MeshModel:
 def three_heads() -> MeshModel:
     model = own_forward()
     model.layers[1] = Attention()
+    return model.double()
+
+
+def three_branches() -> MeshModel:
+    model = own_forward()
+    model.layers[1] = AttentionOfBranches()
     return model.double()
 
 
@@ -443,6 +460,7 @@ def on_plans(rank: int, folder: str) -> dict[str, str]:
         "order": error_of(lambda: pipeline(gpt(), mesh, schedule=files[rank == 3], microbatches=None)),
         "heads": error_of(lambda: pipeline(gpt(heads=1), mesh)),
         "own heads": error_of(lambda: pipeline(three_heads(), mesh, cut_attention)),
+        "no heads": error_of(lambda: pipeline(three_branches(), mesh, cut_attention).step(*data(0))),
         "width": error_of(lambda: pipeline(odd_width(), mesh, tensor_parallel)),
         "style": error_of(lambda: pipeline(planned(up="diagonal"), mesh)),
         "class": error_of(lambda: pipeline(planned(norm="colwise"), mesh)),
@@ -459,6 +477,9 @@ def test_models_are_cut_by_their_own_plan(tmp_path: Path) -> None:
         "order": r"process 3 \(pp 1, tp 1\) and process 0 \(pp 0, tp 0\) differ in the schedule: .*gpipe",
         "heads": r"tp is 2, which does not divide heads 1 of Block, but blocks.\d.(qkv|up) is cut by",
         "own heads": r"tp is 2, which does not divide n_heads 3 of Attention, but layers.1.wq is cut by heads",
+        "no heads": r"failed in F of stage 0, microbatch 0: .*layers.1 \(AttentionOfBranches\), whose layers are cut "
+        r"for tp 2, fails: shape .* is invalid for input of size 108. If the whole layer does not, 2 probably does not "
+        r"divide the number of its heads",
         "width": r"tp is 2, which does not divide dimension 0 of layers.1.up.weight, of size 15; use a tp that divides",
         "style": r"the tensor-parallel plan of the model has the style 'diagonal' for layers.\d.up, but a "
         r"pipeline supports only colwise, .*; pass parallelize=",

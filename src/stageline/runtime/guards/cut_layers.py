@@ -3,13 +3,17 @@
 A layer whose forward does not expect a part of its features may run without an error and compute something else: an
 attention that views its features as a fixed number of heads has all heads then, of fewer features each.
 
-Also optimizers that would step plain tensors and DTensors in one call, which torch refuses only after some updates.
+Also errors of shapes in such a layer, of which the number of heads is the likely cause; and optimizers that would step
+plain tensors and DTensors in one call, which torch refuses only after some updates.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -143,6 +147,37 @@ class _Comparison:
                 return []
             tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
             return [arrived(whole(tensor)) for tensor in tensors if tensor.is_floating_point()]
+
+
+# Errors.
+
+OF_SHAPES = re.compile(r"\b(shapes?|sizes?|dim|dimensions?)\b", re.IGNORECASE)
+"""What is in torch's messages about tensors of the wrong shape."""
+
+
+@contextmanager
+def name_cut_layers(part: nn.Module) -> Iterator[None]:
+    """Name the module in an error about shapes, if the layers of that module are cut over tp."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, StagelineError | dist.DistError | torch.OutOfMemoryError):
+            raise
+        if not OF_SHAPES.search(str(error)) or "gloo" in str(error):
+            raise
+        owners = {part.get_submodule(name): (name, mesh) for name, mesh in _owners(part)}
+        frames = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
+        running = [module for module in frames if isinstance(module, nn.Module) and module in owners]
+        if not running:
+            raise
+        name, mesh = owners[running[-1]]
+        degree = mesh.size()
+        raise StagelineError(
+            f"{name} ({type(running[-1]).__name__}), whose layers are cut for tp {degree}, fails: "
+            f"{str(error).splitlines()[0]}. If the whole layer does not, {degree} probably does not divide the number "
+            "of its heads, or its forward expects all of them: use a tp that divides that number, and a forward that "
+            "views heads as -1"
+        ) from error
 
 
 def _error(one: Tensor, other: Tensor) -> Tensor:
