@@ -278,3 +278,32 @@ def test_the_command_takes_a_mesh(capsys: pytest.CaptureFixture[str]) -> None:
         assert expected in capsys.readouterr().err
     assert run(words) != 0
     assert "plan needs exactly one of --ranks, --mesh and --devices, got none of them" in capsys.readouterr().err
+
+
+class Attention(nn.Module):
+    """Four heads, and a plan that cuts them."""
+
+    n_heads = 4
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.wq, self.up, self.down = nn.Linear(8, width), nn.Linear(8, 10), nn.Linear(10, 8)
+        self.tp_plan: Any = {"wq": "colwise", "up": "colwise", "down": "rowwise"}
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x + self.wq(x).mean() + self.down(self.up(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "expected"),
+    [
+        (nn.Linear(8, 8), 3, "tp is 3, which divides no dimension of the parameters of Sequential, so no layer can"),
+        (Attention(12), 3, "tp is 3, which does not divide n_heads 4 of Attention, but 0.wq is cut by heads"),
+        (Attention(8), 4, "tp is 4, which does not divide dimension 0 of 0.up.weight, of size 10; use a tp that"),
+    ],
+)
+def test_a_size_that_cannot_divide_the_layers_of_a_model_is_refused(model: nn.Module, size: int, expected: str) -> None:
+    model = nn.Sequential(model, nn.Linear(8, 8))
+    for options in ({"mesh": {"pp": 2, "tp": size}}, {"devices": 2 * size, "tp": [1, size], "bandwidth": 1e9}):
+        with pytest.raises(sl.StagelineError, match=expected):
+            sl.plan(model, torch.ones(2, 8), repeats=1, **REQUEST, **options)

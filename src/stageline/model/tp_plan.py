@@ -8,8 +8,11 @@ Hugging Face models have one, and any other model may have one as its attribute 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
+
+from stageline.common.errors import StagelineError
 
 HEADS = (
     "num_attention_heads", "num_key_value_heads", "num_heads", "num_kv_heads", "n_heads", "n_kv_heads", "n_head",
@@ -54,3 +57,21 @@ def style_of(plan: Mapping[str, str], name: str) -> str | None:
     numbered = ["*" if part.isdigit() else part for part in parts]
     keys = (".".join([*parts[:exact], *numbered[exact:]]) for exact in range(len(parts) + 1))
     return next((plan[key] for key in keys if key in plan), None)
+
+
+def refuse_heads(name: str, owner: nn.Module, degree: int, config: Any = None) -> None:
+    """Refuse a degree that does not divide the heads of the attention that a layer belongs to."""
+    holders = [owner] if config is None or "attention" not in type(owner).__name__.lower() else [owner, config]
+    for holder in holders:
+        counts = {attribute: getattr(holder, attribute, None) for attribute in HEADS}
+        refuse_counts(name, type(holder).__name__, counts, degree)
+
+
+def refuse_counts(name: str, holder: str, counts: Mapping[str, Any], degree: int) -> None:
+    """Refuse a degree that does not divide one of the numbers of heads of a class, by name."""
+    for attribute, count in counts.items():
+        if type(count) is int and count % degree:
+            raise StagelineError(
+                f"tp is {degree}, which does not divide {attribute} {count} of {holder}, but {name} is cut by heads; "
+                "use a tp that divides it"
+            )

@@ -24,7 +24,7 @@ from stageline.planning.plan import MeshAlternative
 from stageline.planning.profiles import SizedProfiles
 from stageline.planning.request import PlanRequest
 from stageline.planning.search import PlanSearch
-from stageline.planning.tensor_parallel import dividends
+from stageline.planning.tensor_parallel import dividends, refuse_degree
 from stageline.schedules.registry import whole
 from stageline.synthesis.problem import SLACK
 
@@ -124,6 +124,9 @@ def tensor_parallel_degrees(devices: int, tp: Any, model: nn.Module | None) -> t
             raise StagelineError(
                 f"tp must be a list of tensor-parallel sizes that divide {devices} devices, got {shorten(tp)}"
             )
+        if model is not None:
+            for size in degrees:
+                refuse_degree(model, size)
         return degrees, ""
     if model is None:
         return [1], "tp is 1: a profile does not say how layers can be divided; pass tp=[1, 2, 4] to try others"

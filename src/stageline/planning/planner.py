@@ -24,7 +24,7 @@ from stageline.planning.plan import Alternative, Plan
 from stageline.planning.profiles import SizedProfiles, measure_sizes
 from stageline.planning.request import SYNTHESIZED, PlanRequest
 from stageline.planning.search import PlanSearch
-from stageline.planning.tensor_parallel import TensorParallel
+from stageline.planning.tensor_parallel import TensorParallel, refuse_degree
 from stageline.schedules.registry import schedule as make_schedule
 from stageline.schedules.registry import whole
 from stageline.schedules.schedule import Schedule
@@ -196,7 +196,9 @@ class PlanOptions:
         check_one_size(self.ranks, self.mesh, self.devices)
         self.transfer, self.bandwidth = load_links("transfer", self.transfer), load_links("bandwidth", self.bandwidth)
         if self.mesh is not None or self.ranks not in (None, "auto"):
-            read_mesh(self.mesh, self.ranks)
+            degrees, _ = read_mesh(self.mesh, self.ranks)
+            if isinstance(self.model, nn.Module) and degrees.get("tp", 1) > 1:
+                refuse_degree(self.model, degrees["tp"])
         arguments.one_of("reshard_after_forward", self.reshard_after_forward, RESHARD)
         if not isinstance(self.shard_optimizer, bool):
             raise StagelineError(f"shard_optimizer must be True or False, got {shorten(self.shard_optimizer)}")

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
+from stageline.common.errors import StagelineError
 from stageline.model.profile import Layer, Profile
-from stageline.model.tp_plan import HEADS, plan_of, style_of
+from stageline.model.tp_plan import HEADS, plan_of, refuse_heads, style_of
 from stageline.planning.mesh import all_gather, all_reduce
 from stageline.planning.profiles import TIMES, SizedProfiles
 
@@ -144,6 +146,35 @@ def _is_split(name: str, dimensions: int, plan: Mapping[str, str]) -> bool:
     """Whether a plan splits a parameter: it names the parameter or its module, with * for numbers."""
     style = style_of(plan, name) or style_of(plan, name.rpartition(".")[0]) or ""
     return "colwise" in style or ("rowwise" in style and dimensions > 1)  # a row-wise bias is whole on every rank
+
+
+def refuse_degree(model: nn.Module, degree: int) -> None:
+    """Refuse a degree with which a pipeline could not cut the model's layers.
+
+    >>> refuse_degree(nn.Linear(4, 8), 3)
+    Traceback (most recent call last):
+    stageline.StagelineError: tp is 3, which divides no dimension of the parameters of Linear, so no layer can be cut; \
+use a tp that divides them
+    """
+    plan = plan_of(model)
+    sizes = [size for parameter in model.parameters() if not is_lazy(parameter) for size in parameter.shape]
+    if not plan and sizes and all(size % degree for size in sizes):
+        raise StagelineError(
+            f"tp is {degree}, which divides no dimension of the parameters of {type(model).__name__}, so no layer can "
+            "be cut; use a tp that divides them"
+        )
+    for name, module in model.named_modules() if plan else ():
+        style = style_of(plan, name)
+        if style == "colwise":
+            owner = model.get_submodule(name.rpartition(".")[0])
+            refuse_heads(name, owner, degree, getattr(owner, "config", None))
+        if style in ("colwise", "rowwise") and isinstance(module, nn.Linear):
+            size, dimension = (module.out_features, 0) if style == "colwise" else (module.in_features, 1)
+            if size % degree:
+                raise StagelineError(
+                    f"tp is {degree}, which does not divide dimension {dimension} of {name}.weight, of size {size}; "
+                    "use a tp that divides it"
+                )
 
 
 def dividends(model: nn.Module) -> dict[str, int]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from stageline.common.errors import StagelineError
-from stageline.model.tp_plan import HEADS, style_of
+from stageline.model.tp_plan import HEADS, refuse_counts, refuse_heads, style_of
 from stageline.runtime._torch_private import is_packed, joins_packed_parts, packed_shard, parameters_of, pytree
 from stageline.tensors.sharded import is_sharded
 
@@ -279,7 +279,7 @@ def refuse_uneven(part: nn.Module, degree: int, heads: Mapping[nn.Module, Mappin
         owner, _, layer = name.rpartition(".")[0].rpartition(".")
         if heads is not None and dimension == 0 and OF_HEADS.fullmatch(layer):
             module = part.get_submodule(owner)
-            _refuse_counts(name.rpartition(".")[0], type(module).__name__, heads.get(module, {}), degree)
+            refuse_counts(name.rpartition(".")[0], type(module).__name__, heads.get(module, {}), degree)
 
 
 def _cut_dimensions(part: nn.Module) -> Iterator[tuple[str, int, int]]:
@@ -294,20 +294,3 @@ def _cut_dimensions(part: nn.Module) -> Iterator[tuple[str, int, int]]:
                 dimension = placement.dim % parameter.dim()
                 size = parameter.shape[dimension]
                 yield name, size // packs if size % packs == 0 else 1, dimension
-
-
-def refuse_heads(name: str, owner: nn.Module, degree: int, config: Any = None) -> None:
-    """Refuse a degree that does not divide the heads of the attention that a layer belongs to."""
-    holders = [owner] if config is None or "attention" not in type(owner).__name__.lower() else [owner, config]
-    for holder in holders:
-        counts = {attribute: getattr(holder, attribute, None) for attribute in HEADS}
-        _refuse_counts(name, type(holder).__name__, counts, degree)
-
-
-def _refuse_counts(name: str, holder: str, counts: Mapping[str, Any], degree: int) -> None:
-    for attribute, count in counts.items():
-        if type(count) is int and count % degree:
-            raise StagelineError(
-                f"tp is {degree}, which does not divide {attribute} {count} of {holder}, but {name} is cut by heads; "
-                "use a tp that divides it"
-            )
