@@ -75,7 +75,19 @@ def only_on(applies: bool, part: nn.Module, mesh: Any) -> None:
 
 def fail_on(fails: bool, part: nn.Module) -> None:
     if fails:
-        raise sl.StagelineError("planted")
+        raise LookupError("planted")
+
+
+def cause_of(call: Any) -> str:
+    """The class of the exception that an error of a pipeline comes from."""
+    try:
+        call()
+    except sl.StagelineError as error:
+        inner: BaseException = error
+        while inner.__cause__ is not None:
+            inner = inner.__cause__
+        return type(inner).__name__
+    return ""
 
 
 def frozen() -> MeshModel:
@@ -245,6 +257,7 @@ def on_tensors(rank: int) -> dict[str, Any]:
         "one uncut": error_of(lambda: pipeline(sequential, mesh, lambda part, inner: only_on(rank != 1, part, inner))),
         "one fails": error_of(lambda: pipeline(sequential(), mesh, lambda part, inner: fail_on(rank == 2, part))),
     }
+    errors["cause"] = cause_of(lambda: pipeline(sequential(), mesh, lambda part, inner: fail_on(rank == 2, part)))
     columns(mesh_of((2, 2), "pp", "dp")["pp"], rank)
     still = pipeline(sequential(), mesh, tensor_parallel)
     still.step(*data(0))
@@ -283,8 +296,11 @@ def test_tensor_parallel_rows_train_as_the_plain_loop_and_mistakes_are_named() -
         "one uncut": r"process 1 \(pp 0, tp 1\) and process 0 \(pp 0, tp 0\) have the same stages, but parallelize "
         r"cut them differently: process 1 .* has '1.up.weight is whole.*' and process 0 .* has '1.up.weight is "
         r"cut by \(Shard\(dim=0\),\) over tp 2.*'; cut them in the same way on all processes",
-        "one fails": r"^(process 2 \(pp 1, tp 0\) refused its stages: )?planted$",
+        "one fails": r"^process 2 \(pp 1, tp 0\) failed to build its stages: parallelize raised an error for stage 1: "
+        r"LookupError: planted$",
     }
+    causes = [errors.pop("cause") for errors in results]
+    assert causes == ["PipelineError", "PipelineError", "LookupError", "PipelineError"]
     for errors in results:
         assert list(errors) == list(known)
         for what, pattern in known.items():

@@ -175,9 +175,15 @@ def agree_on_shards(
     failed = np.argwhere(known[..., 0])
     if len(failed):
         process = layout.rows[failed[0][0]][failed[0][1]]
-        text = "" if failure is None else f"{type(failure).__name__}: {failure}"
-        text = host.broadcast_to_all(text.removeprefix("StagelineError: "), process)
-        raise failure or PipelineError(f"{layout.place_name(process)} refused its stages: {text}")
+        own_text = "" if failure is None else str(failure)
+        if not isinstance(failure, StagelineError):
+            own_text = f"{type(failure).__name__}: {own_text}"
+        text = host.broadcast_to_all(own_text, process)
+        if isinstance(failure, StagelineError) and failure.__cause__ is None and len(failed) == known[..., 0].size:
+            raise failure  # a mistake of all processes
+        if failure is not None:
+            process, text = host.process, own_text
+        raise PipelineError(f"{layout.place_name(process)} failed to build its stages: {text}") from failure
     for rank in range(layout.ranks):
         values = known[:, rank, 1].tolist()
         odd = next((row for row, value in enumerate(values) if value != values[0]), None)

@@ -193,7 +193,7 @@ def apply(function: Parallelize, stages: Sequence[tuple[int, nn.Module]], mesh: 
         _refuse_second_cut(stage, part, cut)
         before = dict(part.named_parameters(remove_duplicate=False))
         with _only_own_units(part):
-            answer = function(part, mesh)
+            answer = _call(function, stage, part, mesh)
         if answer is not None and answer is not part:
             other = f"another {type(answer).__name__}" if isinstance(answer, nn.Module) else shorten(answer)
             raise StagelineError(
@@ -212,6 +212,17 @@ def apply(function: Parallelize, stages: Sequence[tuple[int, nn.Module]], mesh: 
                 "a module that contains them, which FSDP2 requires; call fully_shard(part, mesh=…) last, or pass "
                 "the modules one by one"
             )
+
+
+def _call(function: Parallelize, stage: int, part: nn.Module, mesh: DeviceMesh | None) -> Any:
+    try:
+        return function(part, mesh)
+    except StagelineError:
+        raise
+    except Exception as error:
+        raise StagelineError(
+            f"parallelize raised an error for stage {stage}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _refuse_second_cut(stage: int, part: nn.Module, cut: Mapping[int, int]) -> None:
