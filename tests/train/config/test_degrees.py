@@ -94,9 +94,10 @@ def test_what_nobody_set_yields_to_another_rest() -> None:
 def test_two_rests_are_refused(other: str, replicas: int) -> None:
     config = Config.read(None, f"{other}=-1", f"{REPLICAS}={replicas}")
     (error,) = find_errors(config)
-    assert "are both -1 (the rest), but only one can be" in error
-    assert {other, REPLICAS} <= set(error.split())
-    with pytest.raises(sl.StagelineError, match=r"both -1 \(the rest\)"):
+    assert {f"{REPLICAS} is {replicas}", f"{other} is -1"} <= set(error.partition(" (")[0].split(" and "))
+    meaning = "for replicas, 0 means -1, the rest" if replicas == 0 else "the rest"
+    assert f"({meaning}), but only one degree can be the rest; set one of them to 1 or more" in error
+    with pytest.raises(sl.StagelineError, match="only one degree can be the rest"):
         find_job_layout_quietly(config)
 
 

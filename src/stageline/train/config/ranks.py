@@ -101,9 +101,11 @@ def degree_errors(options: Parallelism) -> Iterator[str]:
     for name in Degrees._fields[2:]:
         if getattr(options, name) == 0:
             yield f"parallelism.{name} is 0; it must be at least 1, or -1 for the rest"
-    rests = [f"parallelism.{name}" for name in Degrees._fields if _degree(options, name) == REST]
+    rests = [name for name in Degrees._fields if _degree(options, name) == REST]
     if len(rests) > 1:
-        yield f"{' and '.join(rests)} are both -1 (the rest), but only one can be; set one of them to 1 or more"
+        values = " and ".join(f"parallelism.{name} is {getattr(options, name)}" for name in rests)
+        meaning = "for replicas, 0 means -1, the rest" if options.data_parallel_replicate_degree == 0 else "the rest"
+        yield f"{values} ({meaning}), but only one degree can be the rest; set one of them to 1 or more"
 
 
 def _degree(options: Parallelism, name: str) -> int:
