@@ -409,11 +409,12 @@ def test_a_mistake_in_one_replica_is_said_in_all_and_the_next_step_is_right() ->
         r"replica 1: rank 3 received a different batch from rank 2: the inputs differ",
         r"rank 3 \(replica 1\) cannot run this batch: StagelineError: there are 9 samples of inputs and 8 of targets",
         r"replica 1: no rank received the inputs",
-        r"rank 3 \(replica 1\) and rank 0 \(replica 0\) differ in whether they train, evaluate or predict",
+        r"rank 3 \(replica 1\) and rank 0 \(replica 0\) differ in the call: rank 3 \(replica 1\) calls "
+        r"step\(…, sync=False\) and rank 0 \(replica 0\) calls step; make the same call in all processes",
         r"rank 2 .* differ in count=: rank 2 \(replica 1\) has 5.0 and rank 0 \(replica 0\) has 4.0; pass the number "
         r"of targets of all replicas together",
         r"replicas 0 and 1 train different parameters on rank 1: \d+ and \d+ elements; freeze the same",
-        r"rank 2 \(replica 1\) and rank 0 \(replica 0\) differ in whether they train, evaluate or predict",
+        r"rank 2 .* differ in the call: rank 2 \(replica 1\) calls evaluate and rank 0 \(replica 0\) calls step",
         r"rank 3 \(replica 1\) failed .*: StagelineError: stage_kwargs has 'mask' for stage 1",
         rf"rank 3 \(replica 1\) failed in F of stage 1, microbatch 2: ArithmeticError: planted; {kept}",
         rf"rank 3 \(replica 1\) failed in [BI] of stage 1, microbatch 3: ArithmeticError: planted; {kept}",

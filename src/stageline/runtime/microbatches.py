@@ -56,7 +56,7 @@ class Batch:
     @property
     def mode(self) -> int:
         """Training, evaluation or prediction, and `sync`, as a number."""
-        return 1 + self.training + 2 * self.with_targets + 4 * self.sync
+        return comparison.call_number(self.training, self.with_targets, self.sync)
 
 
 @dataclass(frozen=True)

@@ -108,12 +108,29 @@ def disagreement(
 
 RUN, TARGETS, ELEMENTS, FAILED = range(len(NAMES), len(NAMES) + 4)
 """Columns of the row that a process of a replica sends, after the columns of its batch."""
-COMMON = {RUN: "whether they train, evaluate or predict, and in sync=", TARGETS: "count=", SCALE: "scale="}
+COMMON = {RUN: "the call", TARGETS: "count=", SCALE: "scale="}
 REMEDIES = {
     RUN: "make the same call in all processes",
     TARGETS: "pass the number of targets of all replicas together",
     SCALE: "pass the same everywhere",
 }
+
+
+def call_number(training: bool, with_targets: bool, sync: bool) -> int:
+    """What a process calls, as a number.
+
+    >>> [call_text(call_number(training, True, False)) for training in (True, False)]
+    ['step(…, sync=False)', 'evaluate']
+    """
+    return 1 + training + 2 * with_targets + 4 * sync
+
+
+def call_text(number: float) -> str:
+    """What a process calls, from its number."""
+    training, with_targets, sync = (bool((int(number) - 1) & bit) for bit in (1, 2, 4))
+    if training:
+        return "step" if sync else "step(…, sync=False)"
+    return "evaluate" if with_targets else "predict"
 
 
 def agree_replicas(
@@ -140,8 +157,12 @@ def agree_replicas(
         if (flat != flat[0]).any():
             odd = int(np.argmax(flat != flat[0]))
             one, other = (layout.name([process for row in layout.rows for process in row][at]) for at in (odd, 0))
-            values = "" if column == RUN else f": {one} has {float(flat[odd])} and {other} has {float(flat[0])}"
-            raise PipelineError(f"{one} and {other} differ in {what}{values}; {REMEDIES[column]}")
+            first, second = (call_text(value) if column == RUN else str(float(value)) for value in flat[[odd, 0]])
+            verb = "calls" if column == RUN else "has"
+            raise PipelineError(
+                f"{one} and {other} differ in {what}: {one} {verb} {first} and {other} {verb} {second}; "
+                f"{REMEDIES[column]}"
+            )
     sizes = known[..., ELEMENTS]
     if (sizes != sizes[0]).any():
         replica, rank = np.argwhere(sizes != sizes[0])[0]
