@@ -68,6 +68,15 @@ def halved(part: nn.Module, mesh: Any) -> None:
             block.up = nn.Linear(8, 8)
 
 
+def new_head(part: Any, mesh: Any) -> None:
+    """Put another module with the same parameters in the place of the last layer, and cut that."""
+    if getattr(part, "head", None) is not None:
+        head = nn.Linear(8, 12, bias=False, device="meta")
+        head.weight = part.head.weight
+        part.head = head
+    sequence_parallel(part, mesh)
+
+
 def only_on(applies: bool, part: nn.Module, mesh: Any) -> None:
     if applies:
         tensor_parallel(part, mesh)
@@ -241,6 +250,7 @@ def on_tensors(rank: int) -> dict[str, Any]:
         "wrapped": error_of(lambda: pipeline(sequential(), mesh, wrapped)),
         "wrapped by torch": error_of(lambda: pipeline(own_forward(), turned["pp"], wrapped_by_torch)),
         "halved": error_of(lambda: pipeline(sequential(), mesh, halved)),
+        "new layer": error_of(lambda: pipeline(own_forward(), mesh, new_head)),
         "nothing": error_of(lambda: pipeline(sequential(), mesh)),
         "graphs": error_of(lambda: pipeline(sequential(), mesh, tensor_parallel, cuda_graphs=True)),
         "compile": error_of(lambda: pipeline(sequential(), mesh, tensor_parallel, compile="eager")),
@@ -277,6 +287,8 @@ def test_tensor_parallel_rows_train_as_the_plain_loop_and_mistakes_are_named() -
         "wrapped": r"_checkpoint_wrapped_module.* is new; keep .* \(pass recompute= instead of wrapping modules\)$",
         "wrapped by torch": r"_orig_mod.* is new; keep .* \(pass compile= instead of wrapping modules\)$",
         "halved": r"parallelize changed the shape of \d.up.weight from \(16, 8\) to \(8, 8\)",
+        "new layer": r"process \d \(pp 1, tp \d\) .*parallelize replaced head of stage 1 by another module \(Linear\) "
+        r"and cut that; replace it in the model before the pipeline is created, and cut it in place",
         "nothing": r"the mesh has tp 2, but it is unknown which layers to cut: Sequential has no tp_plan; pass",
         "graphs": r"cuda_graphs=True cannot be combined with stages whose parameters are sharded",
         "compile": r"compile= cannot be combined with tensor-parallel layers \(the mesh has tp 2\)",

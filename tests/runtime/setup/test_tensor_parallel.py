@@ -410,6 +410,14 @@ def in_float8() -> MeshModel:
     return model.double()
 
 
+def to_float8(part: Any, mesh: Any) -> None:
+    """Convert layers before they are cut."""
+    for module in part.modules():
+        if isinstance(module, MeshBlock):
+            module.up.__class__ = Float8Linear
+    tensor_parallel(part, mesh)
+
+
 class Sums(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the all-reduces that layers of this process start."""
 
@@ -465,6 +473,7 @@ def on_plans(rank: int, folder: str) -> dict[str, str]:
         "style": error_of(lambda: pipeline(planned(up="diagonal"), mesh)),
         "class": error_of(lambda: pipeline(planned(norm="colwise"), mesh)),
         "float8": error_of(lambda: pipeline(in_float8(), mesh, tensor_parallel)),
+        "to float8": error_of(lambda: pipeline(own_forward(), mesh, to_float8)),
         "experts": error_of(lambda: pipeline(sequential(), mesh_of((2, 2), "pp", "ep"))),
     }
     pipeline(in_float8(), mesh_of((2, 2), "pp", "dp")).step(*data(rank % 2))
@@ -486,6 +495,7 @@ def test_models_are_cut_by_their_own_plan(tmp_path: Path) -> None:
         "class": r"the tensor-parallel plan of the model cuts layers.\d.norm \(colwise\), a .*LayerNorm .*; only nn",
         "float8": r"layers.2.up is a Float8Linear, but float8 cannot be combined .*; use bfloat16 there, or float8 "
         r"in a mesh of pp and dp_replicate",
+        "to float8": r"layers.\d.up is a Float8Linear, but float8 cannot be combined",
         "experts": r"the mesh has the dimension 'ep' of size 2, .*; expert parallelism is not supported; keep all",
     }
     for errors in run_ranks(on_plans, 4, str(tmp_path), timeout=120):

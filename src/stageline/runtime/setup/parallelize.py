@@ -175,7 +175,7 @@ def _compared(function: Parallelize) -> Parallelize:
 def _refuse_float8(model: nn.Module) -> None:
     """Refuse torchao's linear layers in float8: their parts would have scales of their own."""
     for name, module in model.named_modules():
-        if type(module).__name__ == "Float8Linear":
+        if any(kind.__name__ == "Float8Linear" for kind in type(module).__mro__):
             raise StagelineError(
                 f"{name} is a Float8Linear, but float8 cannot be combined with stages whose parameters are sharded "
                 "(dp_shard or tp in the mesh); use bfloat16 there, or float8 in a mesh of pp and dp_replicate"
@@ -191,7 +191,7 @@ def apply(function: Parallelize, stages: Sequence[tuple[int, nn.Module]], mesh: 
     cut: dict[int, int] = {}
     for stage, part in stages:
         _refuse_second_cut(stage, part, cut)
-        before = dict(part.named_parameters(remove_duplicate=False))
+        before, layers = dict(part.named_parameters(remove_duplicate=False)), dict(_layers_of(part))
         with _only_own_units(part):
             answer = _call(function, stage, part, mesh)
         if answer is not None and answer is not part:
@@ -201,6 +201,9 @@ def apply(function: Parallelize, stages: Sequence[tuple[int, nn.Module]], mesh: 
             )
         after = dict(part.named_parameters(remove_duplicate=False))
         _refuse_new_names(stage, before, after)
+        if any(map(is_sharded, after.values())):
+            _refuse_float8(part)  # the function may have converted layers
+            _refuse_new_layers(stage, layers, part)
         _keep_frozen(before, after)
         for module in part.modules():
             if any(map(is_sharded, parameters_of(module).values())):
@@ -250,6 +253,24 @@ def _refuse_new_names(stage: int, before: dict[str, nn.Parameter], after: dict[s
             raise StagelineError(
                 f"parallelize changed the shape of {name} from {tuple(before[name].shape)} to "
                 f"{tuple(parameter.shape)}; cut it with parallelize_module or fully_shard, which keep the whole shape"
+            )
+
+
+def _layers_of(part: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+    """The layers of a stage, or the units of a model with a forward of its own."""
+    if isinstance(part, StagePart):
+        return [(name, part.get_submodule(name)) for name, _ in part.own_units()]
+    assert isinstance(part, nn.Sequential)
+    return layers_of(part)
+
+
+def _refuse_new_layers(stage: int, before: Mapping[str, nn.Module], part: nn.Module) -> None:
+    """Refuse another module in the place of a layer: the whole model has the old one, with the uncut parameters."""
+    for name, module in _layers_of(part):
+        if module is not before[name] and any(map(is_sharded, module.parameters())):
+            raise StagelineError(
+                f"parallelize replaced {name} of stage {stage} by another module ({type(module).__name__}) and "
+                "cut that; replace it in the model before the pipeline is created, and cut it in place"
             )
 
 
