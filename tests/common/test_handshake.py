@@ -116,5 +116,5 @@ def test_files_of_tls_that_are_wrong_are_named(tls: Path, monkeypatch: pytest.Mo
     with pytest.raises(StagelineError, match=r"cannot read the files of STAGELINE_TLS_CERT=.*CA=absent.pem: .*No such"):
         check_tls()
     monkeypatch.delenv("STAGELINE_TLS_CA")
-    with pytest.raises(StagelineError, match=r"TLS needs all of STAGELINE_TLS_CERT.*; STAGELINE_TLS_CA is not set"):
+    with pytest.raises(StagelineError, match=r"TLS needs all of STAGELINE_TLS_CERT.*; set STAGELINE_TLS_CA, too"):
         check_tls()
