@@ -54,6 +54,7 @@ class PeerConnections:
         row = np.zeros((size, 2))
         row[: len(own)] = np.array([ends for _, _, ends in own]).reshape(-1, 2)
         known = set(map(tuple, gather(row.reshape(-1)).reshape(-1, 2).tolist()))
+        known -= {ends for _, _, ends in own}  # connections of this process to itself
         return cls({file: inode for file, inode, (one, other) in own if (other, one) in known})
 
     def __len__(self) -> int:
