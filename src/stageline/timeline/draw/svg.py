@@ -51,10 +51,16 @@ def svg(timelines: Timeline | Sequence[Timeline], width: int = 1000, *, names: S
     parts: list[str] = []
     top = 8
     titles = [timeline.schedule.name for timeline in panels] if names is None else names
-    for timeline, title in zip(panels, titles, strict=True):
-        heading, lines = _heading(timeline, title, top, width)
-        top += LINE * (lines - 1)
-        parts += [heading, _panel(timeline, top, scale)]
+    headings = [_heading(timeline, title) for timeline, title in zip(panels, titles, strict=True)]
+    # All on one line, or all on lines of their own.
+    fits = all(7 * len(name) + 12 + LETTER * len(figures) <= width - LEFT for name, figures in headings)
+    for timeline, (name, figures) in zip(panels, headings, strict=True):
+        lines = [figures] if fits else textwrap.wrap(figures, int((width - LEFT) / LETTER))
+        parts.append(f'<text x="{LEFT}" y="{top + 14}"><tspan class="t">{escape(name)}</tspan>')
+        place = 'dx="12"' if fits else f'x="{LEFT}" dy="{LINE}"'
+        parts.append("".join(f'<tspan class="s" {place}>{escape(line)}</tspan>' for line in lines) + "</text>")
+        top += 0 if fits else LINE * len(lines)
+        parts.append(_panel(timeline, top, scale))
         top += HEAD + timeline.schedule.ranks * (ROW + GAP) + 10
     parts.append(_axis(end, scale, top, *time_scale(panels)))
     letters = {letter for timeline in panels for letter in boxes_of(timeline.schedule).letter.tolist()}
@@ -91,8 +97,8 @@ def _shards(timeline: Timeline, top: int, scale: float) -> list[str]:
     return parts
 
 
-def _heading(timeline: Timeline, title: str, top: int, width: int) -> tuple[str, int]:
-    """Return the name and the figures of a timeline, and how many lines they take."""
+def _heading(timeline: Timeline, title: str) -> tuple[str, str]:
+    """Return the name and the figures of a timeline."""
     schedule = timeline.schedule
     figures = [
         f"makespan {shown_time(timeline, timeline.makespan)} (bubble {shown_bubble(timeline)})",
@@ -102,13 +108,7 @@ def _heading(timeline: Timeline, title: str, top: int, width: int) -> tuple[str,
         f"peak memory {shown_memory(timeline)}",
     ]
     name = f"{title}, {pluralize(schedule.ranks, 'rank')}, {pluralize(schedule.microbatches, 'microbatch')}"
-    text = ", ".join(figures)
-    start = f'<text x="{LEFT}" y="{top + 14}"><tspan class="t">{escape(name)}</tspan>'
-    if 7 * len(name) + 12 + LETTER * len(text) <= width - LEFT:
-        return f'{start}<tspan class="s" dx="12">{escape(text)}</tspan></text>', 1
-    lines = textwrap.wrap(text, int((width - LEFT) / LETTER))
-    spans = (f'<tspan class="s" x="{LEFT}" dy="{LINE}">{escape(line)}</tspan>' for line in lines)
-    return f"{start}{''.join(spans)}</text>", 1 + len(lines)
+    return name, ", ".join(figures)
 
 
 def _panel(timeline: Timeline, top: int, scale: float) -> str:
