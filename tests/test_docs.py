@@ -35,6 +35,19 @@ def test_every_verb_of_the_command_is_in_the_changelog() -> None:
         assert f"`{verb}`" in text or f"stageline {verb}" in text
 
 
+def test_the_errors_that_the_guide_for_several_machines_explains_are_those_of_the_code() -> None:
+    """Every long part of a quoted error without numbers and addresses is in the code."""
+    section = (ROOT / "docs/hosts.md").read_text().partition("## What the errors mean")[2]
+    sources = "".join(path.read_text() for path in sorted((ROOT / "src").rglob("*.py")))
+    sentences = re.sub(r"""['"]\s*\n\s*f?['"]""", "", sources)  # an error may take several lines
+    quotes = re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
+    assert len(quotes) > 10
+    for quote in quotes:
+        parts = [part.strip() for part in re.split(r"[\d.]+|[…:,;()]|--?\w\S*", quote)]
+        for words in (part for part in parts if len(part) > 8):
+            assert words in sentences, f"{quote}: no error has the words {words!r}"
+
+
 def test_the_pictures_are_what_the_code_draws() -> None:
     drawn = runpy.run_path(str(ROOT / "docs/make_pictures.py"))["pictures"]()
     folder = ROOT / "docs/pictures"

@@ -32,7 +32,7 @@ def test_the_page_shows_cut_memory_alternatives_and_bound_with_units() -> None:
     page = best.html()
     text = text_of(page)
     for expected in (
-        "Step 108 ms", "utilisation", "Bound", "stage 1, rank 1", "4 units: layers.4 … layers.7", "12 ms",
+        "Step 108 ms", "utilisation", "Lower bound", "stage 1, rank 1", "4 units: layers.4 … layers.7", "12 ms",
         "optimizer state", "rank 0", "of 1 MiB", "gpipe", "as fast, more memory", "The planned step",
     ):  # fmt: skip
         assert expected in text, expected

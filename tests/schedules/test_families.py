@@ -613,6 +613,8 @@ def test_an_option_a_family_does_not_have_is_refused_with_those_it_has() -> None
 def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
     message = refusal("zb-w", 4, 8)
     assert "did you mean 'zb-v'?" in message
+    assert "did you mean 'zb-v'?" in refusal("zbv1", 4, 8)  # a name that the message lists, not an alias
+    assert "did you mean 'zbvzerobubble'?" in refusal("ZBVZeroBubbl", 4, 8)  # no listed name is near
     assert all(name in message for name in sl.families())
 
 

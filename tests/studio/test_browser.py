@@ -93,7 +93,7 @@ def test_charts_follow_the_sliders_and_the_address_follows_the_charts(visitor: V
     page.get_by_text("time and memory of each rank").first.click()
     page.get_by_role("columnheader", name="drain").wait_for()
     page.get_by_label("Cap", exact=True).fill("3")
-    wait_until(page, figure(page, "First", "Peak memory"), "above the cap of 3")
+    wait_until(page, figure(page, "First", "Peak memory"), "^4 above cap$")
 
 
 def test_an_action_says_what_it_waits_for(visitor: Visitor) -> None:
@@ -172,6 +172,7 @@ def test_a_run_is_followed(visitor: Visitor) -> None:
         file.write({"event": "end", "step": 4, "why": "finished", "time": 4.0})
     wait_until(page, chart, "step 4: 0.5000")
     wait_until(page, page.locator("article.run"), "Finished, at step 4")
+    wait_until(page, page.locator("section:has-text('Events')").last, r"1970-01-01 00:00:04")
 
 
 def test_the_cut_of_a_profile_is_dragged(visitor: Visitor, tmp_path: Path) -> None:
@@ -207,6 +208,26 @@ def test_the_cut_of_a_profile_is_dragged(visitor: Visitor, tmp_path: Path) -> No
     page.get_by_text("Border 1 of 1: between layers.1 and layers.2").wait_for()
 
 
+def test_the_address_of_a_plan_opens_the_profile_of_a_run_with_its_cut(visitor: Visitor, tmp_path: Path) -> None:
+    with MetricsFile(tmp_path / "run" / "metrics.jsonl") as file:
+        file.write({"event": "step", "step": 1, "loss": 3.0})
+    even(8).write(tmp_path / "run" / "profile.json")
+    with studio(tmp_path / "run") as running:
+        context = visitor.browser.new_context(**WIDE)
+        page, second = context.new_page(), context.new_page()
+        page.goto(f"{running.address}#plan?ranks=2")
+        page.get_by_role("button", name="Profile of run").click()
+        page.get_by_text("Border 1 of 1: between layers.3 and layers.4").wait_for()
+        page.locator("canvas.cut").focus()
+        for _ in range(2):
+            page.keyboard.press("ArrowRight")
+        page.wait_for_url(re.compile("counts=6,2"))
+        second.goto(page.url)
+        second.get_by_text("Border 1 of 1: between layers.5 and layers.6").wait_for()
+        page.get_by_role("button", name="Another profile").click()
+        page.wait_for_url(re.compile("#plan\\?ranks=2$"))
+
+
 def test_a_plan_that_fails_dims_the_one_before(visitor: Visitor, tmp_path: Path) -> None:
     even(4).write(tmp_path / "profile.json")
     page = visitor.browser.new_context(**WIDE).new_page()  # the console of `visitor.open` may not show a refusal
@@ -234,6 +255,41 @@ def test_a_tap_shows_the_tooltip_of_a_timeline_in_a_file(visitor: Visitor, tmp_p
     page.touchscreen.tap(box["x"] + 72 + (box["width"] - 80) * 11 / 33, box["y"] + 8)
     wait_until(page, page.locator("#tip"), "stage 0, microbatch 0")
     assert page.locator("#tip").is_visible()
+
+
+def test_two_fingers_zoom_a_timeline_in_a_file_and_one_scrolls_its_page(visitor: Visitor, tmp_path: Path) -> None:
+    timeline = sl.simulate(sl.schedule("1f1b", ranks=40, microbatches=40))
+    (tmp_path / "timeline.html").write_text(draw.html(timeline), encoding="utf-8")
+    page = visitor.browser.new_context(**PHONE).new_page()
+    page.goto((tmp_path / "timeline.html").as_uri())
+    drawn = "document.querySelector('canvas').clientHeight > 900 && new Promise(done => requestAnimationFrame(done))"
+    page.wait_for_function(drawn)
+    devices = page.context.new_cdp_session(page)
+
+    def touch(kind: str, *points: tuple[int, int]) -> None:
+        devices.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": [{"x": x, "y": y} for x, y in points]})
+
+    while page.evaluate("view.to - view.from > data.until / 2"):  # a busy browser may miss a gesture
+        touch("touchStart", (200, 400), (220, 400))
+        for apart in (20, 40, 60):
+            touch("touchMove", (200 - apart, 400), (220 + apart, 400))
+        touch("touchEnd")
+    shown = page.evaluate("[view.from, view.to]")
+    while page.evaluate("scrollY") == 0:
+        touch("touchStart", (200, 600))
+        for y in (500, 400, 300):
+            touch("touchMove", (200, y))
+        touch("touchEnd")
+    assert page.evaluate("[view.from, view.to]") == shown
+    page = visitor.browser.new_context(**WIDE).new_page()
+    page.goto((tmp_path / "timeline.html").as_uri())
+    page.wait_for_function(drawn)
+    page.mouse.move(700, 400)
+    page.mouse.wheel(0, 200)
+    page.wait_for_function("scrollY > 0 && view.to === data.until")
+    page.keyboard.down("Shift")
+    page.mouse.wheel(0, -200)
+    page.wait_for_function("view.to - view.from < data.until")
 
 
 def test_runs_of_different_lengths_say_where_they_end(visitor: Visitor, tmp_path: Path) -> None:

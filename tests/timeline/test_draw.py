@@ -83,6 +83,22 @@ def test_the_svg_has_one_box_for_every_entry(name: str) -> None:
     assert len(titles) == sum(len(program) for program in t.schedule.programs)
 
 
+@pytest.mark.parametrize(("ranks", "title"), [(4, "1f1b"), (4, "1f1b, cut by layers, of a run"), (16, "1f1b")])
+def test_the_heading_of_an_svg_fits_its_width(ranks: int, title: str) -> None:
+    t = timeline("1f1b", ranks, 2 * ranks, forward=(1.0,) * (ranks - 1) + (1.1,), activation=2.5e7, in_seconds=True)
+    root = ElementTree.fromstring(draw.svg(t, names=[title]))
+    heading = next(element for element in root.iter() if element.tag.endswith("text"))
+    lines: list[str] = []
+    for span in heading:
+        if span.get("x") or not lines:
+            lines.append("")
+        lines[-1] += span.text or ""
+    assert all(64 + 6.4 * len(line) <= 1000 for line in lines), lines
+    assert all(words in "".join(lines) for words in (title, "makespan", "imbalance", "MiB"))
+    top = min(float(box.get("y", 0)) for box in root.iter() if box.tag.endswith("rect") and box.get("x"))
+    assert top > float(heading.get("y", 0)) + 17 * (len(lines) - 1)
+
+
 def test_large_svgs_draw_outlines() -> None:
     t = timeline("1f1b", 16, 200)
     root = ElementTree.fromstring(draw.svg(t))

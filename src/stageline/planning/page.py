@@ -77,7 +77,7 @@ def _tiles(plan: Plan) -> Iterator[tuple[str, str, str]]:
     utilisation = plan.timeline.utilisation or 0.0
     yield "Step", format_seconds(plan.step_seconds), f"bubble {plan.bubble:.1%}, utilisation {utilisation:.1%}"
     if plan.gap is not None and plan.bound is not None:
-        yield "Bound", format_seconds(plan.bound), describe_gap(plan)
+        yield "Lower bound", format_seconds(plan.bound), describe_gap(plan)
     totals = [rank.total for rank in plan.memory]
     fullest = int(np.argmax(totals))
     cap = "no limit" if plan.caps is None else f"limit {format_size(plan.caps[fullest])}"

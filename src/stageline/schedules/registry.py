@@ -115,8 +115,9 @@ def find_family(name: str | type) -> Family:
     key = str(name).lower()
     family = _families.get(key) or _families.get(key.removeprefix("schedule"))
     if family is None:
+        near = nearest(str(name), families()) or nearest(str(name), sorted(_families))  # aliases are not listed
         raise ScheduleError(
-            f"no schedule family is named {shorten(name)}{nearest(str(name), sorted(_families))}; "
+            f"no schedule family is named {shorten(name)}{near}; "
             f"there are: {', '.join(families())}"
         )
     return family

@@ -217,7 +217,7 @@ class Timeline:
     def utilisation(self) -> float | None:
         """The busy time of all ranks over ranks × makespan; None if clocks were not aligned.
 
-        The bubble compares the step with its busiest rank. The utilisation also counts what the others idle beside it.
+        The bubble is the idle share of the busiest rank. The utilisation also counts the idle time of the other ranks.
 
         >>> import stageline as sl
         >>> t = sl.simulate(sl.schedule("1f1b", ranks=2, microbatches=8), sl.Costs(forward=[9, 1], backward=[18, 2]))

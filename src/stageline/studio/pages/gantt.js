@@ -5,6 +5,13 @@ import { colour, element, hideTip, number, percent, prepare, showTip, ticks } fr
 const KINDS = "FBIW";
 const AXIS = 22;
 
+function arrow(c, x0, y0, x1, y1) {
+  const length = Math.hypot(x1 - x0, y1 - y0), [dx, dy] = length ? [(x1 - x0) / length, (y1 - y0) / length] : [0, 0];
+  c.beginPath(); c.moveTo(x0, y0); c.lineTo(x1, y1);
+  if (length > 8) { c.moveTo(x1 - 6 * dx - 3 * dy, y1 - 6 * dy + 3 * dx); c.lineTo(x1, y1); c.lineTo(x1 - 6 * dx + 3 * dy, y1 - 6 * dy - 3 * dx); }
+  c.stroke();
+}
+
 // Charts that share a view show the same part of the time axis.
 export class View {
   constructor() { this.from = 0; this.to = 1; this.until = 1; this.charts = []; this.waiting = false; }
@@ -161,7 +168,7 @@ export class Gantt {
       for (const { source } of this.waits(i).filter(wait => wait.source >= 0)) {
         const from = this.head(source);
         outline(from);
-        c.beginPath(); c.moveTo(origin + end[from] * scale, this.rankOf(from) * pitch + row / 2); c.lineTo(origin + start[i] * scale, this.rankOf(i) * pitch + row / 2); c.stroke();
+        arrow(c, origin + end[from] * scale, this.rankOf(from) * pitch + row / 2, origin + start[i] * scale, this.rankOf(i) * pitch + row / 2);
       }
     }
   }
@@ -300,8 +307,8 @@ export function figures(times, structure, { format = number, memoryFormat = numb
   return element("dl", { class: "figures" },
     entry("Makespan", format(times.makespan)), entry("Makespan bubble", percent(times.bubble), times.bubbleUncertainty ? `± ${percent(times.bubbleUncertainty)}` : ""),
     entry("Span", format(times.span)), entry("Span bubble", percent(times.spanBubble)), entry("Utilisation", percent(times.utilisation)),
-    memoryFormat && entry(memoryName, memoryFormat(most), over ? `above the cap of ${memoryFormat(cap)}` : least === most ? "every rank" : `least ${memoryFormat(least)}`, over ? "bad" : ""),
-    entry("Critical path", `${hops} actions`), entry("Actions", number(structure.kind.length), `${structure.stages} stages`));
+    memoryFormat && entry(memoryName, over || least === most || memoryFormat !== number ? memoryFormat(most) : `${number(least)} to ${number(most)}`, over ? "above cap" : least === most ? "every rank" : "", over ? "bad" : ""),
+    entry("Critical path", `${hops} actions`), entry("Actions", number(structure.kind.length), `· ${structure.stages} stages`));
 }
 
 export function rankTable(times, { format = number, memoryFormat = number } = {}) {

@@ -2,7 +2,7 @@
 import { choice, colour, columns, element, get, hideTip, latest, post, postArrays, prepare, readState, seconds, showTip, size, slider, writeState } from "./dom.js";
 import { figures, Gantt, legend, View } from "./gantt.js";
 
-const DEFAULTS = { ranks: 4, microbatches: 8, family: "1f1b", chunks: "", waves: "", recompute: "none", transfer: 0, bandwidth: "", optimizer: 8, memory: "", counts: "" };
+const DEFAULTS = { ranks: 4, microbatches: 8, family: "1f1b", chunks: "", waves: "", recompute: "none", transfer: 0, bandwidth: "", optimizer: 8, memory: "", counts: "", run: "" };
 const PARTS = { parameters: "--run0", gradients: "--run1", optimizer: "--run2", activations: "--run3", buffers: "--run4", snapshot: "--run5", graphs: "--memory", gathered: "--memory" };
 let profile = null; // stays while one looks at another page
 
@@ -13,7 +13,7 @@ export async function show(page, isOpen) {
   const side = element("form", { "aria-label": "Plan", onsubmit: event => event.preventDefault() }), work = element("div", { class: "work" });
   page.append(columns("Ranks, family and memory", side, work));
   const message = element("p", { class: "error", hidden: true, role: "alert" }), file = element("input", { type: "file", accept: ".json,application/json", "aria-label": "Profile", onchange: () => take(file.files[0]) });
-  const drop = element("div", { class: "drop" }, element("b", {}, "Drop a profile here"), element("p", { class: "soft" }, "A file that stageline profile MODEL -o profile.json wrote, or profile.json of a run's folder."), file, element("div", { class: "buttons middle" }, ...(await get("api/profiles")).map((name, run) => element("button", { type: "button", onclick: () => open(() => post("api/profile/run", { run })) }, `Profile of ${name}`))));
+  const drop = element("div", { class: "drop" }, element("b", {}, "Drop a profile here"), element("p", { class: "soft" }, "A file that stageline profile MODEL -o profile.json wrote, or profile.json of a run's folder."), file, element("div", { class: "buttons middle" }, ...(await get("api/profiles")).map((name, run) => element("button", { type: "button", onclick: () => openRun(String(run)) }, `Profile of ${name}`))));
   const board = element("div", { hidden: true });
   work.append(message, drop, board);
 
@@ -21,11 +21,16 @@ export async function show(page, isOpen) {
   addEventListener("dragover", over); addEventListener("dragleave", leave); addEventListener("drop", dropped);
   const fail = error => { message.textContent = error.message; message.hidden = false; };
   async function take(chosen) {
-    if (chosen) open(async () => post("api/profile", { name: chosen.name, text: await chosen.text() }));
+    if (chosen) await open("", async () => post("api/profile", { name: chosen.name, text: await chosen.text() }));
   }
-  async function open(load) {
-    try { profile = await load(); state.counts = ""; message.hidden = true; update(); }
-    catch (error) { fail(error); }
+  const openRun = run => open(run, () => post("api/profile/run", { run: +run }));
+  async function open(run, load) {
+    try {
+      profile = await load(); state.run = run; message.hidden = true;
+      // The cut of the address stays if it is one of this profile.
+      if (state.counts.split(",").reduce((sum, layers) => sum + +layers, 0) !== profile.layers.length) state.counts = "";
+      update();
+    } catch (error) { fail(error); }
   }
 
   // Controls.
@@ -63,7 +68,7 @@ export async function show(page, isOpen) {
 
   // The page of a profile.
   const chart = new Gantt(view, looks, { format: seconds, memoryFormat: size }), numbers = element("div"), keys = element("div"), title = element("h2"), ribbon = cutRibbon(counts => { state.counts = counts.join(","); update(); }), rows = memoryRows();
-  board.append(element("div", { class: "bar" }, title, element("button", { type: "button", onclick: () => { profile = null; state.counts = ""; update(); } }, "Another profile")), element("h3", {}, "Cut: drag a border, or choose it and use the arrow keys"), ribbon.box, element("h3", {}, "Step"), numbers, keys, chart.canvas, element("h3", {}, "Memory of each rank"), rows.box);
+  board.append(element("div", { class: "bar" }, title, element("button", { type: "button", onclick: () => { profile = null; state.counts = state.run = ""; update(); } }, "Another profile")), element("h3", {}, "Cut: drag a border, or choose it and use the arrow keys"), ribbon.box, element("h3", {}, "Step"), numbers, keys, chart.canvas, element("h3", {}, "Memory of each rank"), rows.box);
   const update = latest(async () => {
     if (!isOpen()) return;
     writeState("plan", state, DEFAULTS);
@@ -84,7 +89,8 @@ export async function show(page, isOpen) {
   });
   const redraw = () => { view.redraw(); ribbon.draw(); }, dark = matchMedia("(prefers-color-scheme: dark)");
   addEventListener("resize", redraw); dark.addEventListener("change", redraw);
-  await update();
+  if (!profile && state.run !== "") await openRun(state.run);
+  else await update();
   return () => { removeEventListener("dragover", over); removeEventListener("dragleave", leave); removeEventListener("drop", dropped); removeEventListener("resize", redraw); dark.removeEventListener("change", redraw); };
 }
 

@@ -46,9 +46,9 @@ export async function show(page, isOpen) {
   }
   function drawEvents() {
     const rows = visible().flatMap(run => run.events.map(event => ({ ...event, run }))).reverse().sort((a, b) => (b.time ?? 0) - (a.time ?? 0)).slice(0, 200);
-    const cells = row => [row.time === null ? "" : new Date(row.time * 1000).toLocaleTimeString(), row.step.toLocaleString("en"), ...(visible().length > 1 ? [row.run.name] : []), row.kind, row.text];
+    const cells = row => [row.time === null ? "" : new Date(row.time * 1000).toISOString().slice(0, 19).replace("T", " "), row.step.toLocaleString("en"), ...(visible().length > 1 ? [row.run.name] : []), row.kind, row.text];
     const style = row => row.kind === "recovery" || row.text.startsWith("failed") ? "bad" : row.kind === "replan" ? "warm" : "";
-    const heads = ["time", "step", ...(visible().length > 1 ? ["run"] : []), "event", ""];
+    const heads = ["time, UTC", "step", ...(visible().length > 1 ? ["run"] : []), "event", ""];
     events.replaceChildren(element("h2", {}, "Events"), rows.length ? element("div", { class: "wide" }, element("table", {}, element("tr", {}, ...heads.map((head, at) => element("th", { class: at > 1 ? "text" : "" }, head))),
       ...rows.map(row => element("tr", { class: style(row) }, ...cells(row).map((cell, at) => element("td", { class: at > 1 ? "text" : "" }, cell)))))) : element("p", { class: "soft" }, "None yet."));
   }

@@ -88,8 +88,9 @@ export async function show(page, isOpen) {
   }
 
   // What they cost.
-  const costs = element("fieldset", {}, element("legend", {}, "Costs of a stage"));
+  const costs = element("fieldset", {}, element("legend", {}, "Costs of a rank"));
   for (const [key, label, help] of COSTS) costs.append(slider(label, +state[key], { min: 0, max: 4, step: .05, help }, value => change(key, value)).row);
+  costs.append(element("small", {}, "For one microbatch, in any unit. Families with several stages per rank divide them among these stages."));
   const bars = stageBars(state, factors, value => change("factors", value));
   const memory = slider("Cap", +state.memory || 0, { min: 0, max: 8, step: .25, help: "Memory that a rank may hold; 0 for no cap" }, value => change("memory", value || ""));
   const capBox = element("fieldset", {}, element("legend", {}, "Memory of a rank"), memory.row, element("small", {}, "0: no cap. Ranks above it are drawn in red; the search keeps below it."));
@@ -174,7 +175,7 @@ function stageBars(state, factors, change) {
 
 // The search runs on the server; its gap is drawn while it shrinks, and its result becomes the second schedule.
 function searchBox(state, change, request, panels, update) {
-  const canvas = element("canvas", { hidden: true, role: "img", "aria-label": "Best makespan and lower bound over the seconds of the search" }), status = element("p", { class: "soft", role: "status" });
+  const canvas = element("canvas", { role: "img", "aria-label": "Best makespan and lower bound over the seconds of the search" }), key = element("div", { class: "legend" }, ...[["line best", "best makespan"], ["line bound", "lower bound"]].map(([name, text]) => element("span", { class: name }, element("i"), text))), plot = element("div", { hidden: true }, canvas, key), status = element("p", { class: "soft", role: "status" });
   const start = element("button", { type: "button", class: "main", onclick: () => run() }, "Synthesize"), stop = element("button", { type: "button", disabled: true, onclick: () => post("api/synthesis/stop", {}) }, "Stop");
   const input = (key, label, attributes) => { const box = element("input", { type: "number", id: key, value: state[key], oninput: () => { state[key] = box.value; }, ...attributes }); return element("div", { class: "control two" }, element("label", { for: key }, label), box); };
   const placement = choice("Placement", [["loop", "loop"], ["v", "V"]], state.searchPlacement, value => { state.searchPlacement = value; });
@@ -199,9 +200,9 @@ function searchBox(state, change, request, panels, update) {
     } catch (error) { status.textContent = error.message; }
     start.disabled = false; stop.disabled = true;
   }
-  const describe = ([time, achieved, bound, step]) => `${number(+achieved.toPrecision(6))} by ${step} after ${time.toFixed(1)} s; at least ${number(+bound.toPrecision(6))} is needed: gap ${bound > 0 ? (100 * (achieved / bound - 1)).toFixed(2) : "?"}%.`;
+  const describe = ([time, achieved, bound, step]) => `Makespan ${number(+achieved.toPrecision(6))}, found by ${step}; ${bound > 0 ? `lower bound ${number(+bound.toPrecision(6))}, gap ${(100 * (achieved / bound - 1)).toFixed(2)}%` : "no lower bound yet"}, after ${time.toFixed(1)} s.`;
   function draw(rows) {
-    canvas.hidden = !rows.length;
+    plot.hidden = !rows.length;
     if (!rows.length) return;
     const height = 70, [c, width] = prepare(canvas, height), last = rows.at(-1), end = Math.max(last[0], .01);
     const high = Math.max(...rows.map(row => row[1])), low = Math.min(...rows.flatMap(row => row[2] > 0 ? [row[1], row[2]] : [row[1]])), y = value => 5 + (high - value) / (high - low || 1) * (height - 10), x = time => time / end * (width - 4);
@@ -214,7 +215,7 @@ function searchBox(state, change, request, panels, update) {
     }
   }
   return element("fieldset", {}, element("legend", {}, "Synthesis"), input("searchChunks", "Chunks", { min: "1", max: "8" }), placement.row, input("searchSeconds", "Seconds", { min: "1", max: "600" }),
-    element("div", { class: "buttons" }, start, stop), canvas, status);
+    element("div", { class: "buttons" }, start, stop), plot, status);
 }
 
 function exportBox(state, shown, request) {

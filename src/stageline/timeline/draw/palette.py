@@ -125,12 +125,12 @@ def summary(values: tuple[float, ...], show: Callable[[float], str] = number) ->
     """Format one value per rank briefly.
 
     >>> summary((4.0, 3.0, 2.0)), summary((2.0, 2.0))
-    ('4 3 2', '2 on every rank')
+    ('4, 3, 2', '2 on every rank')
     """
     if len(set(values)) == 1:
         return f"{show(values[0])} on every rank"
     if len(values) <= 16:
-        return ("  " if show is not number else " ").join(show(value) for value in values)
+        return ", ".join(show(value) for value in values)
     return f"{show(min(values))} to {show(max(values))}"
 
 
@@ -178,7 +178,7 @@ def shown_memory(timeline: Timeline) -> str:
     >>> import stageline as sl
     >>> s = sl.schedule("1f1b", ranks=2, microbatches=2)
     >>> shown_memory(sl.simulate(s)), shown_memory(sl.simulate(s, sl.Costs(activation=3e6, in_seconds=True)))
-    ('2 1 microbatches', '5.72 MiB  2.86 MiB')
+    ('2, 1 microbatches', '5.72 MiB, 2.86 MiB')
     """
     unit, peak = memory_unit(timeline), timeline.peak_memory
     if unit == "bytes":

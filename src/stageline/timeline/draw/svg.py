@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from html import escape
 
@@ -26,6 +27,8 @@ from stageline.timeline.draw.palette import (
 from stageline.timeline.timeline import Timeline, shown_bubble
 
 LEFT, ROW, GAP, HEAD, AXIS = 64, 24, 3, 34, 26
+LINE, LETTER = 17, 6.4
+"""The height of another line of a heading, and the width of a letter of a wide font."""
 STRIP = 5
 """The height of shard actions at the lower edge of a row."""
 MAX_LABELLED = 4000
@@ -48,8 +51,16 @@ def svg(timelines: Timeline | Sequence[Timeline], width: int = 1000, *, names: S
     parts: list[str] = []
     top = 8
     titles = [timeline.schedule.name for timeline in panels] if names is None else names
-    for timeline, title in zip(panels, titles, strict=True):
-        parts.append(_panel(timeline, title, top, scale))
+    headings = [_heading(timeline, title) for timeline, title in zip(panels, titles, strict=True)]
+    # All on one line, or all on lines of their own.
+    fits = all(7 * len(name) + 12 + LETTER * len(figures) <= width - LEFT for name, figures in headings)
+    for timeline, (name, figures) in zip(panels, headings, strict=True):
+        lines = [figures] if fits else textwrap.wrap(figures, int((width - LEFT) / LETTER))
+        parts.append(f'<text x="{LEFT}" y="{top + 14}"><tspan class="t">{escape(name)}</tspan>')
+        place = 'dx="12"' if fits else f'x="{LEFT}" dy="{LINE}"'
+        parts.append("".join(f'<tspan class="s" {place}>{escape(line)}</tspan>' for line in lines) + "</text>")
+        top += 0 if fits else LINE * len(lines)
+        parts.append(_panel(timeline, top, scale))
         top += HEAD + timeline.schedule.ranks * (ROW + GAP) + 10
     parts.append(_axis(end, scale, top, *time_scale(panels)))
     letters = {letter for timeline in panels for letter in boxes_of(timeline.schedule).letter.tolist()}
@@ -86,21 +97,24 @@ def _shards(timeline: Timeline, top: int, scale: float) -> list[str]:
     return parts
 
 
-def _panel(timeline: Timeline, title: str, top: int, scale: float) -> str:
+def _heading(timeline: Timeline, title: str) -> tuple[str, str]:
+    """Return the name and the figures of a timeline."""
+    schedule = timeline.schedule
+    figures = [
+        f"makespan {shown_time(timeline, timeline.makespan)} (bubble {shown_bubble(timeline)})",
+        f"span {shown_time(timeline, timeline.span)} (bubble {timeline.span_bubble:.1%})",
+        f"utilisation {timeline.utilisation or 0:.1%}",
+        *([f"imbalance {timeline.imbalance:.1%}"] if (timeline.imbalance or 0) >= 0.0005 else []),
+        f"peak memory {shown_memory(timeline)}",
+    ]
+    name = f"{title}, {pluralize(schedule.ranks, 'rank')}, {pluralize(schedule.microbatches, 'microbatch')}"
+    return name, ", ".join(figures)
+
+
+def _panel(timeline: Timeline, top: int, scale: float) -> str:
     schedule = timeline.schedule
     boxes = boxes_of(schedule)
-    uneven = f"imbalance {timeline.imbalance:.1%}, " if (timeline.imbalance or 0) >= 0.0005 else ""
-    figures = (
-        f"makespan {shown_time(timeline, timeline.makespan)} (bubble {shown_bubble(timeline)}), "
-        f"span {shown_time(timeline, timeline.span)} (bubble {timeline.span_bubble:.1%}), "
-        f"utilisation {timeline.utilisation or 0:.1%}, {uneven}"
-        f"peak memory {shown_memory(timeline)}"
-    )
-    name = f"{title}, {pluralize(schedule.ranks, 'rank')}, {pluralize(schedule.microbatches, 'microbatch')}"
-    parts = [
-        f'<text x="{LEFT}" y="{top + 14}"><tspan class="t">{escape(name)}</tspan>'
-        f'<tspan class="s" dx="12">{escape(figures)}</tspan></text>'
-    ]
+    parts = []
     for rank in range(schedule.ranks):
         y = top + HEAD - 8 + rank * (ROW + GAP)
         host = timeline.hosts[rank] if timeline.ranks_by_host else ""

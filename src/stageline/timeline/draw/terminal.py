@@ -202,9 +202,9 @@ def figures(timeline: Timeline) -> list[str]:
     clocks = shown_time(timeline, timeline.uncertainty or 0.0)
     return [
         f"makespan {makespan}  bubble {shown_bubble(timeline)}   first start to last end, all ranks",
-        f"span     {span}  bubble {timeline.span_bubble:.1%}   the longest of any one rank",
+        f"span     {span}  bubble {timeline.span_bubble:.1%}   first start to last end, slowest rank",
         f"utilisation {shown_share(timeline.utilisation)}",
-        f"imbalance {shown_share(timeline.imbalance)}   idle beside the busiest rank",
+        f"imbalance {shown_share(timeline.imbalance)}   idle because the busiest rank has more work",
         f"peak memory {shown_memory(timeline)}",
         *([f"clocks of the ranks agree within {clocks}"] if timeline.uncertainty else []),
         *([] if timeline.in_seconds else [f"times are in {OWN_UNIT}"]),
@@ -226,10 +226,10 @@ def text(timeline: Timeline, width: int = 100) -> str:
     <BLANKLINE>
      F  forward    B  whole backward
     makespan 12  bubble 25.0%   first start to last end, all ranks
-    span     12  bubble 25.0%   the longest of any one rank
+    span     12  bubble 25.0%   first start to last end, slowest rank
     utilisation 75.0%
-    imbalance 0.0%   idle beside the busiest rank
-    peak memory 2 1 microbatches
+    imbalance 0.0%   idle because the busiest rank has more work
+    peak memory 2, 1 microbatches
     times are in units of the costs
     """
     drawn = ["".join(segment.text for segment in line) for line in chart(timeline, width)]

@@ -172,7 +172,7 @@ class Parallelism:
     data_parallel_replicate_degree: Degree = _option(
         1,
         "Replicas of the pipeline, each with its share of the batch; -1 takes all remaining processes. If unset, it "
-        "is -1 unless another degree is -1. 0 means -1 and is deprecated.",
+        "is 1 if another degree is -1, and -1 otherwise. 0 means -1 and is deprecated.",
     )
     data_parallel_shard_degree: Degree = _option(
         1,
@@ -209,7 +209,7 @@ class Parallelism:
     )
     replan_freq: Annotated[int, Range(2)] = _option(10, "Steps between two checks for drift.")
     stragglers: bool = _option(True, "Report a stage that becomes slower than the others and stays slower.")
-    bucket_mb: Positive = _option(25.0, "Megabytes of gradients per all-reduce of the replicas.")
+    bucket_mb: Positive = _option(25.0, "MiB of gradients per all-reduce of the replicas.")
 
 
 @dataclass

@@ -168,14 +168,12 @@ def timelines(run: Run) -> str:
             f'<p class="soft">The timelines ({format_size(len(page))}) are too large for this page; '
             f"draw them with stageline trace {escape(file)} --html trace.html</p>"
         )
-    page = page.replace("wheel or + −", "Ctrl and wheel, or + −").replace("</head>", FRAMED + "</head>")
+    page = page.replace("</head>", FRAMED + "</head>")
     height = 60 + sum(150 + 25 * timeline.schedule.ranks for timeline in visible.values())
     escaped = page.replace("&", "&amp;").replace("'", "&#39;")
     title = f"{' and '.join(visible)}, on one time axis"
     return f'<iframe title="{title}" style="height:{height}px" srcdoc=\'{escaped}\'></iframe>'
 
 
-# Inside the report, the title is redundant and the wheel scrolls the page.
-FRAMED = """<style>body { padding: 0 !important; overflow: hidden; } h1 { display: none; }</style>
-<script>addEventListener("wheel", event => { if (!event.ctrlKey) event.stopPropagation(); }, true);</script>
-"""
+# Inside the report, the title is redundant.
+FRAMED = "<style>body { padding: 0 !important; overflow: hidden; } h1 { display: none; }</style>\n"

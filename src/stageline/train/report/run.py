@@ -87,7 +87,7 @@ def read_run(folder: str | Path) -> Run:
 
 def check_folder(folder: Path) -> None:
     """Raise `StagelineError` if the folder is not one of a run; suggest runs inside it."""
-    expected = f"expected the folder that job.dump_folder named, with its {METRICS} and {CONFIG}"
+    expected = f"expected the folder that job.dump_folder names, with its {METRICS} and {CONFIG}"
     if not folder.exists():
         raise StagelineError(f"cannot read {folder}: no such folder; {expected}")
     if not folder.is_dir():
