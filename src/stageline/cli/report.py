@@ -19,6 +19,7 @@ def command(
         Path | None,
         Option(
             "-o",
+            "--output",
             "--out",
             metavar="FILE",
             help="File to write. Default: report.html in the run's folder; for several runs, comparison.html here.",

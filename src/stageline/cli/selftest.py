@@ -27,7 +27,10 @@ def command(
             metavar="NAME", help="Where to start ranks: processes or ray. Ignored under torchrun, srun or Ray."
         ),
     ] = "processes",
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for the HTML page and the JSON file.")] = Path(),
+    out: Annotated[
+        Path,
+        typer.Option("-o", "--output", "--out", metavar="FOLDER", help="Folder for the HTML page and the JSON file."),
+    ] = Path(),
     families: Annotated[
         str | None,
         typer.Option(
@@ -45,7 +48,7 @@ def command(
 
     Examples:
       stageline selftest
-      stageline selftest --launcher ray -n 8 --out selftest
+      stageline selftest --launcher ray -n 8 --output selftest
       torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host1 -m stageline selftest
       srun python -m stageline selftest
     """

@@ -116,10 +116,7 @@ def find_family(name: str | type) -> Family:
     family = _families.get(key) or _families.get(key.removeprefix("schedule"))
     if family is None:
         near = nearest(str(name), families()) or nearest(str(name), sorted(_families))  # aliases are not listed
-        raise ScheduleError(
-            f"no schedule family is named {shorten(name)}{near}; "
-            f"there are: {', '.join(families())}"
-        )
+        raise ScheduleError(f"no schedule family is named {shorten(name)}{near}; there are: {', '.join(families())}")
     return family
 
 

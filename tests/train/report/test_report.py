@@ -151,7 +151,7 @@ def test_a_finished_run_has_its_figures_charts_and_end(tmp_path: Path) -> None:
     rows += [{"event": "end", "step": 30, "why": "finished", "time": START + 40}]
     folder = make(tmp_path / "first", rows)
     (folder / "config.toml").write_text('[job]\ndescription = "a first try"\n[training]\nsteps = 30\n')
-    (folder / "environment.json").write_text('{"host": "node-7", "parameters": 1650000}')
+    (folder / "environment.json").write_text('{"host": "node-7", "parameters": 1650000, "gpus": []}')
     page = page_of(folder)
     assert page.all("h1") == ["first"]
     assert "a first try" in page.body
@@ -169,6 +169,7 @@ def test_a_finished_run_has_its_figures_charts_and_end(tmp_path: Path) -> None:
     assert "3018.9 MiB0.21 s12 ms" in "".join(page.all("tr"))
     assert "node-7" in page.body
     assert "1,650,000" in page.body
+    assert "gpusnone" in "".join(page.all("tr"))
 
 
 def test_the_points_that_can_be_read_out_are_those_of_the_run(tmp_path: Path) -> None:
@@ -507,6 +508,9 @@ def test_the_command_writes_the_page_where_asked_and_opens_it(
     assert command(["report", str(folder)]) == 0
     assert (folder / "report.html").is_file()
     assert opened == []
+    for option in ("--out", "--output"):
+        assert command(["report", str(folder), option, f"{option}.html"]) == 0
+        assert Path(f"{option}.html").is_file()
     assert command(["report", str(folder), "-o", "mine.html", "--open"]) == 0
     assert opened == [Path("mine.html").resolve().as_uri()]
     assert capsys.readouterr().err.splitlines()[-1] == "wrote the report to mine.html"

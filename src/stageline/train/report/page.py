@@ -251,6 +251,7 @@ def _value(value: Any) -> str:
         text = f"{value:,}" if abs(value) < 10**300 else "a very large number"
     else:
         text = ", ".join(map(_value, value)) if isinstance(value, list) else json.dumps(value, ensure_ascii=False)
+    text = text or "none"
     return text if len(text) <= MAX_LENGTH else text[:MAX_LENGTH] + "…"
 
 
