@@ -58,6 +58,13 @@ def test_the_page_compares_meshes_and_names_collectives() -> None:
     assert "sharding: gathered parameters and gradients" in sharded
 
 
+def test_the_page_states_the_samples_of_a_microbatch_if_they_are_known() -> None:
+    assert "Microbatches 8 of 2 samples Stages" in text_of(plan(ranks=2, samples=2).html())
+    assert "Microbatches 8 Stages" in text_of(plan(ranks=2).html())
+    mesh = plan(mesh={"pp": 2, "dp_shard": 2}, samples=2)
+    assert "Microbatches 8 of 2 samples, in each of 2 pipelines" in text_of(mesh.html())
+
+
 def test_the_page_fetches_nothing_and_no_name_can_break_it() -> None:
     profile = profile_of(*(layer(f"</script><b>{{{{data}}}}{unit}", forward=1e-3) for unit in range(4)))
     page = sl.plan(profile=profile, ranks=2, **REQUEST).html()

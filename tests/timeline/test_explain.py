@@ -316,6 +316,14 @@ def test_trace_of_a_run_is_that_of_its_newest_measured_step(tmp_path: Path, caps
     assert call("trace run", capsys) == call("trace run/timeline/step-00000100.json", capsys)
 
 
+@pytest.mark.parametrize(("ranks", "rest"), [(3, "1 more kind of action"), (4, "3 more kinds of action")])
+def test_trace_counts_the_kinds_of_action_that_it_leaves_out(ranks: int, rest: str, capsys: Capture) -> None:
+    schedule = sl.schedule("1f1b", ranks, 4)
+    sl.simulate(schedule).write("planned.json")
+    sl.simulate(schedule, sl.Costs(forward=2, backward=4)).write("run.json")
+    assert f"slow: and {rest} with smaller delays" in call("trace run.json", capsys)
+
+
 def test_trace_says_what_is_wrong_in_one_line(capsys: Capture) -> None:
     sl.schedule("1f1b", 2, 2).write("schedule.json")
     assert "schedule.json: not a timeline" in call("trace schedule.json", capsys, code=2)

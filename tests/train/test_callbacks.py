@@ -19,6 +19,7 @@ import stageline as sl
 from stageline.testing import run_ranks
 from stageline.train.config.config import Config
 from stageline.train.data import Tokens
+from stageline.train.model_flops import peak_flops
 from stageline.train.step import StepResult
 from stageline.train.trainer import Result, Trainer
 from stageline.train.validation import EvalPrediction
@@ -170,6 +171,25 @@ def test_wandb_that_is_missing_is_one_clear_error(tmp_path: Path, monkeypatch: p
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(sl.StagelineError, match=r"pip install 'stageline\[wandb\]'"):
         make_trainer(tmp_path / "run", "metrics.enable_wandb=true").run()
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA GH200 480GB", 989.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA L40", None),
+        ("NVIDIA RTX A1000 6GB Laptop GPU", None),
+    ],
+)
+def test_the_peak_of_a_gpu_is_that_of_its_whole_name(
+    name: str, tflops: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(torch.device("cuda"), "bfloat16", 0.0) == (None if tflops is None else tflops * 1e12)
 
 
 def test_mfu_and_bits_per_byte_follow_from_the_steps(tmp_path: Path) -> None:

@@ -70,6 +70,10 @@ def command(
     if not location(run).exists():
         raise StagelineError(f"{run} does not exist; expected the folder of a run, such as outputs")
     check_checkpoints(run, str(where), is_checkpoint=(where / MANIFEST).exists())
+    if greedy and temperature:
+        raise StagelineError(
+            f"--temperature is {temperature}, but --greedy always picks the most likely token; leave out one of the two"
+        )
     choices = {"temperature": 0.0 if greedy else temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     sampling: dict[str, Any] = {name: value for name, value in choices.items() if value is not None}
     parallelism = Parallelism(launcher=launcher, pipeline_parallel_degree=ranks or -1)

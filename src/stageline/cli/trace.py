@@ -12,6 +12,7 @@ from stageline.cli.options import CostOptions, DrawingOptions, expand, output_op
 from stageline.cli.output import MAX_RANKS, add_ranks, console, print_charts, print_json, save, table
 from stageline.common.errors import StagelineError
 from stageline.common.files import read_text
+from stageline.common.units import pluralize
 from stageline.timeline import draw
 from stageline.timeline.draw.palette import OWN_UNIT, number, shown_time
 from stageline.timeline.draw.terminal import shown_share
@@ -169,7 +170,8 @@ def _explain(out: Console, explanation: Explanation, source: str) -> None:
             f"{shown(entry.planned)}, {entry.actions} times: {shown(entry.extra)} in all"
         )
     if len(slow) > MAX_SLOW:
-        out.print(f"slow: and {len(slow) - MAX_SLOW} more kinds of action with smaller delays; --json lists all")
+        others = pluralize(len(slow) - MAX_SLOW, "more kind")
+        out.print(f"slow: and {others} of action with smaller delays; --json lists all")
 
 
 def _rank_table(explanation: Explanation) -> Table:

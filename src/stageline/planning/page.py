@@ -83,8 +83,9 @@ def _tiles(plan: Plan) -> Iterator[tuple[str, str, str]]:
     cap = "no limit" if plan.caps is None else f"limit {format_size(plan.caps[fullest])}"
     yield "Memory", format_size(totals[fullest]), f"rank {fullest}, the fullest; {cap}"
     pipelines = plan.mesh.get("dp_replicate", 1) * plan.mesh.get("dp_shard", 1)
-    samples = f"of {pluralize(plan.samples, 'sample')}"
-    yield "Microbatches", str(plan.microbatches), samples + (f", in each of {pipelines} pipelines" * (pipelines > 1))
+    samples = f"of {plan.samples} samples" if plan.samples > 1 else ""  # 1 also stands for an unknown number
+    places = f"in each of {pipelines} pipelines" if pipelines > 1 else ""
+    yield "Microbatches", str(plan.microbatches), ", ".join(filter(None, (samples, places)))
     yield (
         "Stages",
         str(plan.schedule.stages),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import nn
 
@@ -19,7 +21,7 @@ PEAK_TFLOPS = {
     "L4": 121.0,
     "V100": 125.0,
 }
-"""Dense peak TFLOP/s in 16 bits by a part of the GPU's name, the longer names first; from the vendor's data sheets."""
+"""Dense peak TFLOP/s in 16 bits by words of the GPU's name, the longer names first; from the vendor's data sheets."""
 
 
 def peak_flops(device: torch.device, dtype: str, configured: float) -> float | None:
@@ -33,7 +35,7 @@ def peak_flops(device: torch.device, dtype: str, configured: float) -> float | N
     if device.type != "cuda" or dtype == "float32":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak * 1e12 for part, peak in PEAK_TFLOPS.items() if part in name), None)
+    return next((peak * 1e12 for words, peak in PEAK_TFLOPS.items() if re.search(rf"\b{words}\b", name)), None)
 
 
 def flops_per_token(model: nn.Module, length: int) -> float:

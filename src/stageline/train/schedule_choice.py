@@ -306,14 +306,15 @@ def choose_schedule(
     >>> from stageline.model.profiler import profile
     >>> layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
     >>> choice, _ = choose_schedule(profile(layers, torch.ones(32, 64), repeats=1), Config(), ranks=2, microbatches=4)
-    >>> len(choice.alternatives) > 5, sum(choice.layers_per_stage)
-    (True, 8)
+    >>> len(choice.alternatives) > 5, sum(choice.layers_per_stage), choice.samples
+    (True, 8, 2)
     """
     options = config.parallelism
     fixed = fixed_schedule(options, ranks, microbatches)
     half = config.training.dtype == "bfloat16"
     request: dict[str, Any] = {
         "profile": profile,
+        "samples": options.pipeline_parallel_microbatch_size,
         "ranks": ranks if mesh is None else None,
         "mesh": mesh,
         "cores": list(shares),
@@ -342,12 +343,16 @@ def choose_schedule(
 def in_config_words(text: str) -> str:
     """Return the advice of `sl.plan`, or of a step that ran out of memory, as flags of a job.
 
-    >>> in_config_words("what would fit: recompute='auto' brings it to 3 GiB; ranks=8 brings it to 1 GiB")
-    'what would fit: --activation_checkpoint.mode full brings it to 3 GiB; --parallelism.pipeline_parallel_degree 8
+    >>> in_config_words("this would fit: recompute='auto' brings it to 3 GiB; ranks=8 brings it to 1 GiB")
+    'this would fit: --activation_checkpoint.mode full brings it to 3 GiB; --parallelism.pipeline_parallel_degree 8
     brings it to 1 GiB'
+    >>> in_config_words("this would fit: batch=16, microbatches=8 needs 3 GiB")
+    'this would fit: --parallelism.pipeline_parallel_microbatch_size 2 needs 3 GiB'
     """
     text = text.replace(f"; {PLAN_ADVICE}", "")  # a job plans for the memory of its GPUs
     text = re.sub(r"microbatches=\d+ instead of \d+, of half the size", f"half of {MICROBATCH_SIZE}", text)
+    smaller = lambda match: f"{MICROBATCH_SIZE} {int(match[1]) // int(match[2])}"  # noqa: E731
+    text = re.sub(r"batch=(\d+), microbatches=(\d+)", smaller, text)
     text = text.replace("recompute='auto'", "recompute=full").replace("recompute='stage'", "recompute=full")
     return in_flags(
         text,

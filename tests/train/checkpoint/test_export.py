@@ -140,5 +140,7 @@ def test_a_damaged_checkpoint_of_torch_is_one_error(tmp_path: Path, capsys: Capt
     (tmp_path / "dcp").mkdir()
     (tmp_path / "dcp/.metadata").write_bytes(json.dumps({}).encode())
     assert run(["checkpoint", "convert", str(tmp_path / "dcp"), str(tmp_path / "out"), "--trust-pickle"]) == 2
-    assert "cannot read" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "dcp/.metadata: UnpicklingError: " in error
+    assert error.count("Error: ") == 1
     assert not (tmp_path / "out").exists()

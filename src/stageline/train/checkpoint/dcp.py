@@ -55,7 +55,7 @@ def dcp_model(path: str | Path, *, trust_pickle: bool) -> list[TensorSource]:
         reader = _Reader(folder)
         entries = reader.metadata.state_dict_metadata
     except Exception as error:  # unpickling may raise anything
-        raise CheckpointError(f"cannot read {folder / METADATA}: {type(error).__name__}: {reason(error)}") from error
+        raise CheckpointError(f"cannot read {folder / METADATA}: {reason(error)}") from error
     tensors = {
         key: entry
         for key, entry in entries.items()
