@@ -103,6 +103,7 @@ def on_eight(rank: int) -> dict[str, Any]:
     result = compare_schedules(sequential(), four, None, [("1f1b", 4, {})])
     collectives.GLOO_CHUNK = 64  # as if the gradients were large
     assert_same(compare(sequential(), four, None, "1f1b", 4, max_norm=0.5, bucket_mb=1e-3), result)
+    compare_schedules(odd(), mesh_of((2, 4), "pp", "dp_shard"), shard_all, [("1f1b", 4, {})])  # so does a norm
     shards_optimizer(mesh_of((2, 2, 2), "model", "pp", "dp")["pp", "dp"], None)
     return {"name": name, "hybrid": error_of(lambda: pipeline(sequential(), replicated, hybrid, shard_optimizer=True))}
 

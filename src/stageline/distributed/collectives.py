@@ -38,8 +38,8 @@ Result = TypeVar("Result")
 SLOWEST_NCCL = 60.0
 """Seconds in which NCCL connects the ranks of a large job."""
 GLOO_CHUNK = 2 * 2**20
-"""gloo cuts a tensor into a chunk for every process, and adds up each chunk in another order. The chunks of a table with
-as many rows as processes are its rows, if a row has at most this size in bytes."""
+"""gloo cuts a tensor into a chunk for every process, and adds up each chunk in another order. The chunks of a table
+with as many rows as processes are its rows, if a row has at most this size in bytes."""
 MOST_PEERS = 256
 """Up to this many processes compare their connections: over gloo, every process is connected to all others."""
 
