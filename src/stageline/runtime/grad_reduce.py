@@ -199,7 +199,7 @@ class Reducer:
         """Wait for all buckets of stages; if the step failed, zeros replace those that are not ready."""
         if succeeded:
             self._ready.update(bucket.stage for bucket in self._buckets)
-        self._fill()
+            self._fill()
         for bucket in self._buckets[len(self._filled) :]:
             self._filled.append(_Reduction(bucket, bucket.empty(), self._group))
         self._end(succeeded)
