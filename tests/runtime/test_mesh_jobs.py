@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import stageline as sl
+from stageline.distributed import collectives
 from stageline.runtime._torch_private import joins_packed_parts
 from stageline.testing import ForkServer, run_ranks
 from stageline.train.gpt import GPT
@@ -56,6 +58,30 @@ def shards_optimizer(mesh: DeviceMesh, fn: Any) -> None:
     assert_same(results[0], results[1])
 
 
+def odd() -> nn.Sequential:
+    """A model whose layers two processes cannot share evenly."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, 9), nn.Linear(9, 11), nn.Linear(11, 3), nn.Linear(3, VOCABULARY)]
+    return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *layers).double()
+
+
+def shard_all(part: nn.Module, mesh: DeviceMesh | None) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    assert mesh is not None
+    fully_shard(part, mesh=mesh["dp_shard"])
+
+
+def divides_alike(mesh: DeviceMesh) -> None:
+    """The parts of a parameter are updated in the same replica, also if they differ in size."""
+    pipe = pipeline(odd(), mesh, shard_all, shard_optimizer=True)
+    updates = [name for name, _ in pipe.named_parameters() if pipe.updates(name)]
+    gathered: list[Any] = [None] * mesh["dp_shard"].size()
+    dist.all_gather_object(gathered, updates, mesh["dp_shard"].get_group())
+    assert updates
+    assert gathered == [updates] * len(gathered)
+
+
 def planned() -> GPT:
     torch.manual_seed(0)
     return GPT(VOCABULARY, 6, WIDTH, 4, heads=2, tied=True).double()
@@ -72,6 +98,13 @@ def on_eight(rank: int) -> dict[str, Any]:
     name = pipeline(sequential(), mesh, both).runner.host.layout.name(5)
     replicated = mesh_of((2, 2, 2), "dp_replicate", "pp", "dp_shard")
     compare(sequential(), replicated, hybrid, "zb-h1", 4, max_norm=0.5)
+    divides_alike(replicated)
+    four = mesh_of((2, 4), "pp", "dp")  # a sum of four terms depends on their order
+    result = compare_schedules(sequential(), four, None, [("1f1b", 4, {})])
+    collectives.GLOO_CHUNK = 64  # as if the gradients were large
+    assert_same(compare(sequential(), four, None, "1f1b", 4, max_norm=0.5, bucket_mb=1e-3), result)
+    compare_schedules(odd(), mesh_of((2, 4), "pp", "dp_shard"), shard_all, [("1f1b", 4, {})])  # so does a norm
+    shards_optimizer(mesh_of((2, 2, 2), "model", "pp", "dp")["pp", "dp"], None)
     return {"name": name, "hybrid": error_of(lambda: pipeline(sequential(), replicated, hybrid, shard_optimizer=True))}
 
 

@@ -306,9 +306,18 @@ def overlap(rank: int) -> tuple[int, list[int]]:
     return host._control.done - before, [actions - before for actions in begun]
 
 
+def sparse(rank: int) -> str:
+    """Gradients that cannot be reduced fail the step on all processes; none waits for another."""
+    layers = nn.Sequential(nn.Embedding(6, 4, sparse=True), nn.Linear(4, 4))
+    pipe = sl.Pipeline(layers, loss_fn=functional.mse_loss, ranks=2, replicas=2, microbatches=2, compare_weights=False)
+    with pytest.raises(sl.PipelineError) as caught:
+        pipe.step(torch.arange(4), torch.zeros(4, 4))
+    return str(caught.value)
+
+
 def several(rank: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
-    for check in (accumulates, precisions, unused, buffers, ties, dropout, meshes, evaluates, overlap):
+    for check in (accumulates, precisions, unused, buffers, ties, dropout, meshes, evaluates, overlap, sparse):
         results[check.__name__] = check(rank)
     return results
 
@@ -326,6 +335,8 @@ def test_replicas_train_as_one() -> None:
     assert first == alike.step(*batch()).losses
     assert [result["meshes"] for result in results] == [(0, [[0, 1], [2, 3]])] * 2 + [(1, [[0, 1], [2, 3]])] * 2
     assert len({result["evaluates"] for result in results}) == 1
+    for result in results:
+        assert "the gradient of 0.weight is 'torch.sparse_coo', but only dense gradients are" in result["sparse"]
     for rank in range(4):
         actions, begun = results[rank]["overlap"]
         assert begun == results[(rank + 2) % 4]["overlap"][1]  # in one order

@@ -37,6 +37,9 @@ from stageline.transport.tcp.transport import SocketTransport
 Result = TypeVar("Result")
 SLOWEST_NCCL = 60.0
 """Seconds in which NCCL connects the ranks of a large job."""
+GLOO_CHUNK = 2 * 2**20
+"""gloo cuts a tensor into a chunk for every process, and adds up each chunk in another order. The chunks of a table
+with as many rows as processes are its rows, if a row has at most this size in bytes."""
 MOST_PEERS = 256
 """Up to this many processes compare their connections: over gloo, every process is connected to all others."""
 
@@ -373,15 +376,37 @@ class ReplicaGroup:
         """The rows of this rank in all replicas, in their order."""
         return self._collectives.gather(self._exchange, row)
 
-    def all_reduce_async(self, flat: Tensor) -> Callable[[], None]:
-        """Start summing a tensor over all replicas, in place; call the result to wait for it.
+    @property
+    def size(self) -> int:
+        """The number of processes in the group."""
+        return len(self._processes)
 
-        A tensor on a GPU needs NCCL: see `direct`.
+    def all_reduce_async(self, table: Tensor) -> Callable[[], None]:
+        """Start summing a contiguous tensor over all replicas, in place; call the result to wait for it.
+
+        Over gloo, elements of one row of a table with an even number of columns, and as many rows as there are
+        replicas, are added in the same order. A tensor on a GPU needs NCCL: see `direct`.
         """
         group, communicator = self._group, self._communicator
-        if communicator is not None and flat.is_cuda:
-            return self._collectives.start(lambda: OnDevice(communicator.all_reduce(flat)))
-        return self._collectives.start(lambda: dist.all_reduce(flat, group=group, async_op=True))
+        if communicator is not None and table.is_cuda:
+            return self._collectives.start(lambda: OnDevice(communicator.all_reduce(table)))
+
+        def start(piece: Tensor) -> Callable[[], None]:
+            return self._collectives.start(lambda: dist.all_reduce(piece, group=group, async_op=True))
+
+        width = GLOO_CHUNK * len(table) * table.shape[1] // table.nbytes
+        if len(table) == 1 or table.shape[1] <= width:
+            return start(table)
+        columns = torch.split(table, width, dim=1)
+        pieces = [piece.contiguous() for piece in columns]
+        started = [start(piece) for piece in pieces]
+
+        def wait() -> None:
+            for end, own, piece in zip(started, columns, pieces, strict=True):
+                end()
+                own.copy_(piece)
+
+        return wait
 
     @property
     def direct(self) -> bool:
@@ -394,13 +419,14 @@ class ReplicaGroup:
 
     def broadcast_async(self, flat: Tensor, position: int) -> Callable[[], None]:
         """Start copying a contiguous tensor of one replica to all, in place; call the result to wait for it."""
-        group, communicator, process = self._group, self._communicator, self._processes[position]
+        group, communicator = self._group, self._communicator
         if communicator is not None and flat.is_cuda:
             return self._collectives.start(lambda: OnDevice(communicator.broadcast(flat, position)))
+        source = self._collectives.layout.in_job(self._processes[position])
         sent = flat.cpu()
         # As bytes: gloo does not support all dtypes.
         whole = sent.view(torch.uint8)
-        wait = self._collectives.start(lambda: dist.broadcast(whole, src=process, group=group, async_op=True))
+        wait = self._collectives.start(lambda: dist.broadcast(whole, src=source, group=group, async_op=True))
 
         def received() -> None:
             wait()

@@ -1,8 +1,8 @@
 """Gradient reduction: sums gradients over replicas in buckets while the pipeline drains.
 
     rank 0   … B1 B2 B3 │ W2 W3                    after the last action that adds to a stage's gradients, they are
-                        ╰─▶ buckets of the stage   copied into flat buckets, which are reduced over all replicas while
-    rank 1   … B3 │ W1 W2 W3                       the rank continues
+                        ╰─▶ buckets of the stage   copied into buckets, which are reduced over all replicas while the
+    rank 1   … B3 │ W1 W2 W3                       rank continues
 
 All replicas reduce the same buckets in the same order, the order of the whole schedule, whatever the timing. A bucket
 also counts, for each parameter, the replicas that have a gradient. Replicas without one contribute zeros. A parameter
@@ -25,64 +25,99 @@ from stageline.tensors.sharded import local
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters of one type and device whose gradients are reduced together."""
+    """Parameters of one type and device whose gradients are reduced together.
+
+    More than two replicas are added in an order that depends on the place of an element in the tensor that is reduced.
+    A bucket is therefore a table with a row for each of them, in which every parameter fills some columns: the row of
+    an element, and so the order, depends on its parameter alone, and not on the layout or on other parameters.
+
+        3 replicas   a0 a1 a2 │ b0 │ counts      elements of a parameter are stored row by row
+                     a3 a4 a5 │ b1 │
+                     a6 a7    │    │
+    """
 
     stage: int | None
     """None for parameters that several stages use."""
     parameters: tuple[tuple[str, nn.Parameter], ...]
     dtype: torch.dtype
     """The type in which they are summed."""
+    rows: int = 1
 
     @property
-    def elements(self) -> int:
-        """The number of elements of all parameters that are on this process."""
-        return sum(local(parameter).numel() for _, parameter in self.parameters)
+    def _widths(self) -> list[int]:
+        """The number of columns for each parameter and for the counts."""
+        sizes = [*(local(parameter).numel() for _, parameter in self.parameters), len(self.parameters)]
+        return [-(-size // self.rows) for size in sizes]
+
+    def _columns(self, table: Tensor) -> list[Tensor]:
+        """The columns of a table for each parameter and for the counts."""
+        widths = self._widths
+        return list(torch.split(table, [*widths, table.shape[1] - sum(widths)], dim=1))[:-1]
+
+    def _new(self) -> Tensor:
+        """A table of zeros, or without values if every place gets one."""
+        width = sum(self._widths)
+        shape = (self.rows, width + (width % 2 if self.rows > 1 else 0))  # gloo cuts every row in two
+        make = torch.empty if self.rows == 1 else torch.zeros
+        return make(shape, dtype=self.dtype, device=self.parameters[0][1].device)
 
     def empty(self) -> Tensor:
-        """A flat tensor that stands for no gradients at all."""
-        device = self.parameters[0][1].device
-        return torch.zeros(self.elements + len(self.parameters), dtype=self.dtype, device=device)
+        """A table that stands for no gradients at all."""
+        return self._new().zero_()
 
     def fill(self) -> Tensor:
-        """The gradients as one flat tensor, followed by a 1 for each parameter that has one."""
-        device = self.parameters[0][1].device
-        flat = torch.empty(self.elements + len(self.parameters), dtype=self.dtype, device=device)
-        offset, elements = 0, self.elements
-        flat[elements:] = torch.tensor([float(parameter.grad is not None) for _, parameter in self.parameters])
-        for name, parameter in self.parameters:
-            grad, own = parameter.grad, local(parameter)
+        """The gradients as one table, followed by a 1 for each parameter that has one."""
+        table = self._new()
+        columns = self._columns(table)
+        has_gradient = [float(parameter.grad is not None) for _, parameter in self.parameters]
+        _store(torch.tensor(has_gradient), columns[-1])
+        for (name, parameter), own in zip(self.parameters, columns, strict=False):
+            grad = parameter.grad
             if grad is None:
-                flat[offset : offset + own.numel()].zero_()
+                own.zero_()
             else:
                 if grad.layout != torch.strided:
                     raise StagelineError(
                         f"the gradient of {name} is {shorten(str(grad.layout))}, but only dense gradients are reduced "
                         "over replicas; use sparse=False"
                     )
-                flat[offset : offset + own.numel()].view(own.shape).copy_(local(grad).detach())
-            offset += own.numel()
-        return flat
+                _store(local(grad).detach().reshape(-1), own)
+        return table
 
-    def assign(self, flat: Tensor, keeps: Callable[[nn.Parameter], bool] = lambda parameter: True) -> None:
+    def assign(self, table: Tensor, keeps: Callable[[nn.Parameter], bool] = lambda parameter: True) -> None:
         """Copy the sum back into the gradients of the parameters that this process keeps, and drop the others."""
-        counts, offset = flat[self.elements :].tolist(), 0
-        for (_, parameter), count in zip(self.parameters, counts, strict=True):
-            own = local(parameter)
+        columns = self._columns(table)
+        counts = columns[-1].reshape(-1)[: len(self.parameters)].tolist()
+        for (_, parameter), count, sums in zip(self.parameters, counts, columns, strict=False):
             if not keeps(parameter):
                 parameter.grad = None
             elif count:
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)
-                local(parameter.grad).detach().copy_(flat[offset : offset + own.numel()].view(own.shape))
-            offset += own.numel()
+                own = local(parameter.grad).detach()
+                own.copy_(sums.reshape(-1)[: own.numel()].view(own.shape))
+
+
+def _store(values: Tensor, columns: Tensor) -> None:
+    """Write values into columns of a table, row by row."""
+    width = columns.shape[1]
+    full = len(values) // max(1, width)
+    columns[:full].copy_(values[: full * width].view(full, width))
+    rest = values[full * width :]
+    if len(rest):
+        columns[full, : len(rest)].copy_(rest)
 
 
 def buckets_of(
-    stage: int | None, named: Iterable[tuple[str, nn.Parameter]], size: float, dtype: torch.dtype | None = None
+    stage: int | None,
+    named: Iterable[tuple[str, nn.Parameter]],
+    size: float,
+    dtype: torch.dtype | None = None,
+    rows: int = 1,
 ) -> Iterator[Bucket]:
     """Group parameters, in order, into buckets of at most `size` bytes; a larger one gets a bucket to itself.
 
-    Gradients are summed in `dtype`; without one, in float32 or a wider type of the parameter.
+    Gradients are summed in `dtype`; without one, in float32 or a wider type of the parameter. A bucket has `rows` rows.
 
     >>> layer = nn.Linear(4, 4)
     >>> [[name for name, _ in bucket.parameters] for bucket in buckets_of(0, layer.named_parameters(), size=64)]
@@ -98,7 +133,7 @@ def buckets_of(
         need = local(parameter).numel() * added.itemsize
         if kept and (kind != (added, parameter.device) or need > room):
             assert kind is not None
-            yield Bucket(stage, tuple(kept), kind[0])
+            yield Bucket(stage, tuple(kept), kind[0], rows)
             kept = []
         if not kept:
             kind, room = (added, parameter.device), size
@@ -106,14 +141,14 @@ def buckets_of(
         room -= need
     if kept:
         assert kind is not None
-        yield Bucket(stage, tuple(kept), kind[0])
+        yield Bucket(stage, tuple(kept), kind[0], rows)
 
 
 class Reducer:
     """Reduces the gradients of one rank's stages over all replicas.
 
     >>> class Twice:  # two replicas with equal gradients
-    ...     direct = False
+    ...     direct, size = False, 2
     ...     def all_reduce_async(self, flat):
     ...         return lambda: flat.mul_(2)
     >>> layer = nn.Linear(2, 1)
@@ -141,9 +176,11 @@ class Reducer:
         `shared` holds parameters that several stages use, grouped by their users: they reduce them in the same buckets
         and so get the same bits. `keeps` says for which parameters this process keeps the sum.
         """
-        size = bucket_mb * 2**20
-        self._buckets = [bucket for stage, named in stages.items() for bucket in buckets_of(stage, named, size, dtype)]
-        self._shared = [bucket for named in shared for bucket in buckets_of(None, named, size, dtype)]
+        size, rows = bucket_mb * 2**20, group.size if group.size > 2 else 1  # the sum of two has no order
+        self._buckets = [
+            bucket for stage, named in stages.items() for bucket in buckets_of(stage, named, size, dtype, rows)
+        ]
+        self._shared = [bucket for named in shared for bucket in buckets_of(None, named, size, dtype, rows)]
         self._group, self._keeps = group, keeps
         self._ready: set[int | None] = set()
         self._filled: list[_Reduction] = []
@@ -162,7 +199,7 @@ class Reducer:
         """Wait for all buckets of stages; if the step failed, zeros replace those that are not ready."""
         if succeeded:
             self._ready.update(bucket.stage for bucket in self._buckets)
-        self._fill()
+            self._fill()
         for bucket in self._buckets[len(self._filled) :]:
             self._filled.append(_Reduction(bucket, bucket.empty(), self._group))
         self._end(succeeded)

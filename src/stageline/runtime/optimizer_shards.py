@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from stageline.distributed.collectives import ReplicaGroup
 from stageline.distributed.rank_host import Floats, RankHost
-from stageline.tensors.sharded import local
+from stageline.tensors.sharded import local, part_bytes
 
 
 def balance(sizes: Sequence[int], parts: int) -> list[int]:
@@ -49,7 +49,7 @@ class OptimizerShards:
         """`named` are the parameters of this process, and `group` its counterparts in each of the `replicas`."""
         # Those that are trained first, so that they are balanced among themselves.
         order = sorted(named, key=lambda item: not item[1].requires_grad)
-        owners = balance([local(parameter).nbytes for _, parameter in order], replicas)
+        owners = balance([part_bytes(parameter) for _, parameter in order], replicas)
         self._owners = {parameter: replica for (_, parameter), replica in zip(order, owners, strict=True)}
         self._group, self._replicas, self._bucket = group, replicas, bucket_mb * 2**20
         self.names = frozenset(name for name, parameter in order if self.keeps(parameter))

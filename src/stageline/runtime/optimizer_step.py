@@ -50,9 +50,25 @@ def _norms_of_shards(own: Mapping[str, Tensor], gradients: Mapping[str, Any], no
         largest = math.isinf(norm_type)
         values = torch.stack([own[name] if largest else own[name] ** norm_type for name in names])
         for dimension in cut:
-            dist.all_reduce(values, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, mesh.get_group(dimension))
+            values = _combined(values, mesh.get_group(dimension), largest)
         norms.update(zip(names, (values if largest else values ** (1 / norm_type)).unbind(), strict=True))
     return norms
+
+
+def _combined(values: Tensor, group: Any, largest: bool) -> Tensor:
+    """The sums, or the largest, of the values of all processes of a group.
+
+    They are added in the order of the processes: an all-reduce adds each in an order that depends on the others, and so
+    on the stages of a process.
+    """
+    if largest:
+        dist.all_reduce(values, dist.ReduceOp.MAX, group)
+        return values
+    rows = values.new_zeros(dist.get_world_size(group), len(values))
+    rows[dist.get_rank(group)] = values
+    dist.all_reduce(rows, group=group)
+    first, *others = rows.unbind()
+    return sum(others, first)
 
 
 def norm_dtype(tensors: Iterable[Tensor]) -> torch.dtype:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import lru_cache
@@ -196,6 +197,19 @@ def settle_gradient(parameter: nn.Parameter) -> None:
     grad = parameter.grad
     if is_sharded(parameter) and is_sharded(grad) and tuple(grad.placements) != tuple(parameter.placements):
         parameter.grad = grad.redistribute(placements=list(parameter.placements))
+
+
+def part_bytes(tensor: Tensor) -> int:
+    """The average size in bytes of the parts of a tensor, which is the same on all processes that hold one.
+
+    >>> part_bytes(torch.ones(3))
+    12
+    """
+    parts = 1
+    if is_sharded(tensor):
+        cuts = [getattr(placement, "dim", None) is not None for placement in tensor.placements]
+        parts = math.prod(size for size, cut in zip(tensor.device_mesh.shape, cuts, strict=True) if cut)
+    return -(-tensor.numel() // parts) * tensor.element_size()
 
 
 def sharding_text(tensor: Tensor) -> str:
