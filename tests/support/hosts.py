@@ -122,6 +122,14 @@ class Host:
         """Plug it in again."""
         self._bridge.run("ip", "link", "set", f"port{self._number}-{interface}", "up")
 
+    def signal(self, number: int) -> None:
+        """Send a signal to all processes on the host, as when a virtual machine is paused."""
+        namespace = os.readlink(f"/proc/{self._holder.pid}/ns/net")
+        for process in filter(str.isdecimal, os.listdir("/proc")):
+            with contextlib.suppress(OSError):  # it has ended
+                if int(process) != self._holder.pid and os.readlink(f"/proc/{process}/ns/net") == namespace:
+                    os.kill(int(process), number)
+
     def open_ports(self, first: int, last: int) -> None:
         """Start a firewall that lets others connect to these ports alone; what this host connects to is answered."""
         needs("nft")

@@ -71,6 +71,13 @@ def die_once(folder: Path, after: int) -> None:
 _calls: list[int] = []
 
 
+def node_of(actor: Any) -> str:
+    """The host of an actor."""
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
+
+
 def loop_of_ray_train(config: dict[str, str]) -> None:
     """What a worker of Ray Train runs: Ray has made the process group."""
     _, own = gradients()

@@ -127,6 +127,78 @@ def test_a_host_that_is_cut_off_is_replaced_by_spares_of_another(
 
 @pytest.mark.host_matrix
 @pytest.mark.parametrize("lost", [0, 1])
+def test_a_host_that_was_paused_is_replaced_and_stops_when_it_continues(
+    lost: int,
+    tokens: Path,
+    tmp_path: Path,
+    fork_server: ForkServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 holds the lock of the run folder while it is paused."""
+    run(tokens, "whole", [])
+    monkeypatch.chdir(tmp_path)
+    paused, replaced = tmp_path / "paused", tmp_path / "replaced"
+    with Network(tmp_path / "network", 3, separate=False) as network:
+        pauses = [(0, 1, 8, paused), (1, 1 - lost, 3, replaced)]
+        launchers = start_launchers(network, fork_server, tokens, [(1, 0), (1, 0), (0, 1)], pauses=pauses)
+        wait_for(Path(f"{paused}-ready"), network)
+        network.hosts[lost].signal(signal.SIGSTOP)
+        paused.touch()
+        wait_for(Path(f"{replaced}-ready"), network)
+        network.hosts[lost].signal(signal.SIGCONT)
+        launchers[lost].wait(60)  # long before the job ends
+        replaced.touch()
+        outputs = network.wait(launchers, 200)
+        codes = [launcher.code for launcher in launchers]
+        assert codes.pop(lost) == 3, outputs
+        assert codes == [0, 0], outputs
+        assert "lost: not heard for" in outputs[lost]
+    assert_same(tokens)
+    (row,) = read_metrics(tokens.parent / "parts" / "metrics.jsonl").of("recovery")
+    assert (row["action"], row["state"]) == ("spare", "memory")
+
+
+@pytest.mark.host_matrix
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize(
+    ("action", "more"),
+    [
+        ("replan", ()),
+        (
+            "shrink_replicas",
+            ("parallelism.pipeline_parallel_degree=1", "parallelism.data_parallel_replicate_degree=3"),
+        ),
+    ],
+)
+def test_the_job_continues_on_the_hosts_that_are_left(
+    action: str,
+    more: tuple[str, ...],
+    lost: int,
+    tokens: Path,
+    tmp_path: Path,
+    fork_server: ForkServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 describes the job to the launcher of host 0 only, and the others have to know it, too."""
+    monkeypatch.chdir(tmp_path)
+    killed = tmp_path / "killed"
+    with Network(tmp_path / "network", 3, separate=False) as network:
+        options: dict[str, Any] = {"on_loss": [action], "pauses": [(0, 1, 8, killed)], "more": more}
+        launchers = start_launchers(network, fork_server, tokens, [(1, 0), (1, 0), (1, 0)], **options)
+        wait_for(Path(f"{killed}-ready"), network)
+        launchers[lost].signal(signal.SIGKILL)
+        killed.touch()
+        del launchers[lost]
+        outputs = network.wait(launchers, 200)
+        assert [launcher.code for launcher in launchers] == [0, 0], outputs
+    history = read_metrics(tokens.parent / "parts" / "metrics.jsonl")
+    (row,) = history.of("recovery")
+    assert (row["action"], row["state"]) == (action, "memory")
+    assert [row["step"] for row in history.of("step")] == list(range(1, 17))
+
+
+@pytest.mark.host_matrix
+@pytest.mark.parametrize("lost", [0, 1])
 def test_processes_of_a_host_that_comes_back_are_spares(
     lost: int,
     tokens: Path,

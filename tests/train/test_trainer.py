@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import math
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -331,6 +332,50 @@ def test_two_jobs_do_not_work_in_one_folder(tokens: Path) -> None:
     refused(tokens, "another job is running in")
     held.release()
     assert train(tokens).step == 6
+
+
+def test_a_recovery_takes_the_folder_over_from_a_process_of_the_same_job(tokens: Path) -> None:
+    """A lost host that is frozen, or cut off from a file server, keeps its lock."""
+    from stageline.train.run_folder import RunFolder
+
+    config = make_config(tokens)
+    frozen, taker, other = (RunFolder(config.job.dump_folder) for _ in range(3))
+    job_id = frozen.claim(config)
+    for earlier in ("", "the ID of another job"):
+        with pytest.raises(sl.StagelineError, match="another job is running in"):
+            other.claim(config, earlier)
+    assert taker.claim(config, job_id) == job_id
+    frozen.release()
+    with pytest.raises(sl.StagelineError, match="another job is running in"):
+        other.claim(config)
+    taker.release()
+    assert other.claim(config) not in ("", job_id)
+    other.release()
+
+
+def test_a_child_process_does_not_keep_the_folder(tokens: Path) -> None:
+    """As a worker of a data loader, which lives on for seconds after its parent was killed."""
+    from stageline.train.run_folder import RunFolder
+
+    config = make_config(tokens)
+    folder, other = RunFolder(config.job.dump_folder), RunFolder(config.job.dump_folder)
+    folder.claim(config)
+    (stopped, stop), (ready, told) = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(told, b"1")
+        os.read(stopped, 1)
+        os._exit(0)
+    try:
+        os.read(ready, 1)
+        folder.release()
+        other.claim(config)
+        other.release()
+    finally:
+        os.write(stop, b"1")
+        os.waitpid(child, 0)
+        for handle in (stopped, stop, ready, told):
+            os.close(handle)
 
 
 def test_a_hugging_face_model_trains_and_opens_as_one(tokens: Path) -> None:

@@ -155,24 +155,22 @@ def listen(host: str, backlog: int = 1024) -> socket.socket:
     '127.0.0.1'
     """
     ports = port_range()
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        for port in (0,) if ports is None else ports:
-            try:
-                listener.bind((host, port))
-                listener.listen(backlog)
-            except OSError as error:
-                if port == 0 or error.errno != errno.EADDRINUSE:
-                    raise
-            else:
-                return listener
-        assert ports is not None
-        raise OSError(
-            errno.EADDRINUSE,
-            f"all {len(ports)} ports of {VARIABLE}={ports[0]}-{ports[-1]} are in use, possibly by another job; give "
-            "every job on a machine its own range",
-        )
-    except BaseException:
-        listener.close()
-        raise
+    for port in (0,) if ports is None else ports:
+        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            if port:  # connections of a process that ended keep its port for a minute, but nobody listens there
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+            listener.listen(backlog)
+        except OSError as error:
+            listener.close()
+            if port == 0 or error.errno != errno.EADDRINUSE:
+                raise
+        else:
+            return listener
+    assert ports is not None
+    raise OSError(
+        errno.EADDRINUSE,
+        f"all {len(ports)} ports of {VARIABLE}={ports[0]}-{ports[-1]} are in use, possibly by another job; give "
+        "every job on a machine its own range",
+    )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import re
+import weakref
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -51,6 +53,9 @@ class RunFolder:
         """Nothing is read or written yet."""
         self.path = Path(path)
         self._lock: IO[str] | None = None
+        self.job_id = ""
+        """A random number of the job that locked the folder, which is in the lock file, too; empty before that."""
+        _FOLDERS.add(self)
 
     def find_run(self, config: Config) -> tuple[bool, list[str]]:
         """Return whether there is a run to resume, and which options differ; raise if it does not fit the config."""
@@ -79,23 +84,50 @@ class RunFolder:
         setup_files = {CONFIG, LOCK, FLIGHT, ENVIRONMENT, CHOICE, PLAN, PROFILE}
         return any(child.name not in setup_files and not child.name.startswith(".") for child in self.path.iterdir())
 
-    def claim(self, config: Config) -> None:
-        """Lock the folder for this job; raise while another one holds the lock. An existing config is kept."""
+    def claim(self, config: Config, job_id: str = "") -> str:
+        """Lock the folder for this job, and return its ID; raise while another job holds the lock.
+
+        In a recovery, `job_id` is the ID of this job, as `claim` returned it before: then the lock is taken over from
+        a process on a lost host, which may hold it for as long as that host is frozen or cut off from a file server.
+        An existing config is kept.
+        """
+        self.release()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / LOCK).open("a+", encoding="utf-8")
+            while self._lock is None:
+                self._lock = self._open_lock(job_id)
+            self.job_id = job_id or os.urandom(8).hex()
+            self._lock.truncate(0)
+            self._lock.write(self.job_id)
+            self._lock.flush()
         except OSError as error:
             raise StagelineError(
                 f"job.dump_folder is {str(self.path)!r}, which is not writable: {error.strerror or error}"
             ) from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise StagelineError(
-                f"another job is running in {str(self.path)!r}; wait for it, or use another job.dump_folder"
-            ) from None
         if not (self.path / CONFIG).is_file():  # tells a later start that this is the folder of a run
             self.write_config(config)
+        return self.job_id
+
+    def _open_lock(self, job_id: str) -> IO[str] | None:
+        """The lock file, locked; None if it was replaced meanwhile."""
+        path = self.path / LOCK
+        file = path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            holder = file.read()
+            file.close()
+            if not job_id or holder != job_id:
+                raise StagelineError(
+                    f"another job is running in {str(self.path)!r}; wait for it, or use another job.dump_folder"
+                ) from None
+            path.unlink(missing_ok=True)
+            return None
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return file
+        file.close()
+        return None
 
     def write_config(self, config: Config) -> None:
         """Write the config of the run, once nothing can refuse the job any more."""
@@ -120,3 +152,15 @@ class RunFolder:
     def write(self, name: str, text: str) -> None:
         """Write a file atomically."""
         write_text(self.path / name, text)
+
+
+_FOLDERS = weakref.WeakSet[RunFolder]()
+
+
+def _close_in_child() -> None:
+    """Leave the locks to the parent: a data loader's worker that outlives it must not keep them."""
+    for folder in list(_FOLDERS):
+        folder.release()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

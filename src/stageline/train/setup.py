@@ -185,13 +185,13 @@ class Setup:
 
     def _claim_folder(self) -> None:
         """Find a run to resume, and lock the folder; rank 0 does both."""
+        job_id = self._text_of_survivors(self.folder.job_id) if number_of() else ""
 
-        def claim() -> tuple[bool, list[str]]:
+        def claim() -> tuple[bool, list[str], str]:
             resumes, notes = self.folder.find_run(self.config)
-            self.folder.claim(self.config)
-            return resumes, notes
+            return resumes, notes, self.folder.claim(self.config, job_id)
 
-        self.resumes, self.notes = decide_together(self.host, claim)
+        self.resumes, self.notes, self.folder.job_id = decide_together(self.host, claim)
 
     def _check_shared_folder(self) -> None:
         """Raise if a process does not see the folder of the checkpoints: that of the run, or an object store."""
@@ -214,7 +214,8 @@ class Setup:
 
     def _choose_schedule(self) -> None:
         """Choose the stages and the schedule: those of an earlier attempt or start, or on rank 0 by a profile."""
-        text = self._choice_of_survivors() if number_of() else ""
+        own = self.choice.to_text() if hasattr(self, "choice") else ""
+        text = self._text_of_survivors(own) if number_of() else ""
         text = text or decide_together(self.host, self._load_choice)
         if not text:
             if self.layout.device.type == "cpu":
@@ -246,15 +247,13 @@ class Setup:
                 request["file"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
         return request
 
-    def _choice_of_survivors(self) -> str:
-        """Return the plan of a process that survived a loss; rank 0 may be a new one, on a host without the folder."""
+    def _text_of_survivors(self, own: str) -> str:
+        """Return what a process that survived a loss has; rank 0 may be a new one, on a host without the folder."""
         holders = np.zeros(self.layout.processes)
-        holders[self.layout.rank] = float(hasattr(self, "choice"))
+        holders[self.layout.rank] = float(bool(own))
         holders = self.host.all_reduce(holders)
         owner = int(np.argmax(holders))
-        if not holders[owner]:
-            return ""
-        return self.host.broadcast_to_all(self.choice.to_text() if self.layout.rank == owner else "", owner)
+        return self.host.broadcast_to_all(own, owner) if holders[owner] else ""
 
     def _load_choice(self) -> str:
         """Return the plan of an earlier start as text; empty if there is none."""

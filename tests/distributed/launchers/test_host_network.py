@@ -132,6 +132,27 @@ def test_a_launcher_that_comes_back_with_other_options_is_refused(fleet: Fleet) 
         fleet.start(1, 2, spares=4).meet(20)
 
 
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_launcher_that_did_not_run_while_the_others_declared_it_lost_stops(fleet: Fleet, lost: int) -> None:
+    networks = [fleet.start(number) for number in range(3)]
+    meet(networks)
+    for network in networks:
+        if network.number != lost:
+            network.lose(lost, "not heard for 39 s")
+    until(lambda: networks[lost].cut_off)
+    assert "declared" in networks[lost].cut_off
+    assert "lost: not heard for 39 s" in networks[lost].cut_off
+    assert [network.cut_off for network in networks if network.number != lost] == ["", ""]
+
+
+def test_the_first_host_continues_if_only_one_of_two_others_declared_it_lost(fleet: Fleet) -> None:
+    networks = [fleet.start(number) for number in range(3)]
+    meet(networks)
+    networks[2].lose(0, "not heard for 39 s")
+    until(lambda: 2 in networks[0]._given_up)
+    assert not networks[0].cut_off
+
+
 def test_of_two_hosts_the_first_continues(fleet: Fleet) -> None:
     networks = [fleet.start(number, 2) for number in range(2)]
     meet(networks)

@@ -117,6 +117,18 @@ class TestCluster:
         assert losses("killed", after=14) == undisturbed
         assert (tmp_path / "killed" / "died").read_text() == "1"
 
+    def test_values_that_ranks_report_are_kept_on_the_host_of_the_launcher(self, cluster: Any) -> None:
+        """On another host, they would be lost with it, though no rank was there."""
+        import ray
+
+        from stageline.distributed.launchers.ray import _Reports
+
+        reports = [_Reports(ray, print) for _ in range(5)]
+        nodes = {ray.get(own.actor.__ray_call__.remote(ray_rank.node_of)) for own in reports}
+        assert nodes == {ray.get_runtime_context().get_node_id()}
+        for own in reports:
+            own.close()
+
     def test_the_self_test_passes(self, cluster: Any, capfd: pytest.CaptureFixture[str]) -> None:
         assert run(["selftest", "--launcher", "ray", "-n", "2", "--families", "1f1b,zb-v"]) == 0
         assert "started by Ray" in capfd.readouterr().out

@@ -32,6 +32,8 @@ SETTLE = 0.5
 """Seconds after which a launcher that takes over the lead has heard the last orders of the one before."""
 LONGEST_TEXT = 4000
 """Characters of an error that other hosts learn."""
+_UNKNOWN = (0, False)
+"""What `Announcements.shape` returns before rank 0 has described the job."""
 FAREWELL = 3.0
 """Seconds in which the launchers of other hosts learn how the job ended."""
 
@@ -169,6 +171,8 @@ class HostRanks(Ranks):
             self._collect()
             self._check_hosts()
             self._tell()
+            for status in self._statuses().values():  # whoever takes over the lead has to know
+                self._hear_progress(status)
             self._take_newest_order()
             if self._network.leader == self._network.number:
                 self._lead()
@@ -402,16 +406,22 @@ class HostRanks(Ranks):
         """The host of every seat, also of those that do not take part, and its number there."""
         return {**self._seating.seats, **self._attempt.places}
 
+    def _hear_progress(self, status: Mapping[str, Any]) -> None:
+        """Remember what rank 0 announced on another host: that the job trains, and what it could do without."""
+        if not self._recovers or status.get("completed") is None:
+            return
+        mine = self._announcements
+        ahead, shape = status["completed"] - mine.completed(), tuple(status["shape"])
+        if shape != _UNKNOWN and (ahead > 0 or (ahead == 0 and mine.shape() == _UNKNOWN)):
+            mine.describe(per_replica=shape[0], replans=shape[1])
+        if ahead > 0:
+            mine.complete(status["completed"])
+
     def _hear(self, status: Mapping[str, Any]) -> None:
         """Repeat what the ranks of another host announced, to the rules that decide."""
         if not self._recovers or status.get("completed") is None:
             return
         mine = self._announcements
-        if status["completed"] > mine.completed():
-            mine.complete(status["completed"])
-        per_replica, replans = status["shape"]
-        if (per_replica, replans) not in ((0, False), mine.shape()):
-            mine.describe(per_replica=per_replica, replans=replans)
         if status["attempt"] == self._attempt.number:
             for seat in status["arrived"]:
                 mine.arrive(seat, self._attempt.number)

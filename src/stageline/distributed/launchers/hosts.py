@@ -145,6 +145,8 @@ class HostNetwork:
         """The last order of a job that this host came back to; None if it was there from the start."""
         self.refused = ""
         """Why other hosts do not talk to this one."""
+        self._given_up: dict[int, str] = {}
+        """The hosts that declared this one lost, and why: they do not take it back."""
         self.memory: StateMemory | None = None
         self._entries: dict[int, HostEntry] = {}
         self._links: dict[int, _Link] = {}
@@ -227,7 +229,7 @@ class HostNetwork:
                 self.table = {**self.table, number: entry}
                 self._entries[number] = entry
                 self._heard[number] = time.monotonic()
-                for values in (self.statuses, self._broken, self.returning, self.lost, self.lost_at):
+                for values in (self.statuses, self._broken, self.returning, self.lost, self.lost_at, self._given_up):
                     values.pop(number, None)
             if 0 < number < self.number:
                 self._run(self._open, number)
@@ -262,12 +264,14 @@ class HostNetwork:
             return self.refused
         now = time.monotonic()
         near = {number for number in self.present if now - self._heard.get(number, now) < self.place.timeout}
-        near = (near | {self.number}) & self.members
+        near = ((near - self._given_up.keys()) | {self.number}) & self.members
         missing = sorted(self.members - near)
         if 2 * len(near) > len(self.members) or (
             2 * len(near) == len(self.members) and min(self.members, key=self._seniority) in near
         ):
             return ""
+        if self._given_up:  # this process did not run for some time
+            return f"the other hosts declared host {self.number} lost: {next(iter(self._given_up.values()))}"
         names = ", ".join(f"host {number} ({self._name(number)})" for number in missing)
         return f"{names} cannot be reached from host {self.number}, and a job needs most of its hosts to continue"
 
@@ -350,6 +354,9 @@ class HostNetwork:
                 raise TrustError("this host has not started")
             return self.memory.admit(facts)
         number = int(facts["launcher"])
+        if facts.get("lost", [""])[0] == self._facts["id"]:
+            self._given_up[number] = str(facts["lost"][1])
+            raise TrustError(f"host {self.number} was declared lost")
         if facts["recovery"] != self._facts["recovery"]:
             raise TrustError(f"it has {facts['recovery']}, and host {self.number} has {self._facts['recovery']}")
         if int(facts["hosts"]) != self.place.count:
@@ -373,8 +380,11 @@ class HostNetwork:
         while not self._closed and not self.refused and (number == 0 or number not in self.lost):
             entry = self.table.get(number)
             address = (self.place.address, self.place.port) if entry is None else (entry.address, entry.port)
+            facts = self._facts
+            if entry is not None and number in self.lost:  # its launcher may not know, if it did not run for some time
+                facts = {**facts, "lost": [entry.id, self.lost[number]]}
             try:
-                session = open_connection(*address, self._secret, self._facts, timeout=max(1.0, self.place.timeout / 3))
+                session = open_connection(*address, self._secret, facts, timeout=max(1.0, self.place.timeout / 3))
             except TrustError as error:
                 if number in self.lost:  # another job may be there now
                     time.sleep(1.0)

@@ -450,7 +450,11 @@ class _Reports:
     on_report: Callable[[Any], object]
 
     def __post_init__(self) -> None:
-        self.actor = self.ray.remote(num_cpus=0, max_restarts=-1)(Collector).remote()
+        # On the host of this process: Ray would choose any host, and values would be lost with it.
+        affinity = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        strategy = affinity(self.ray.get_runtime_context().get_node_id(), soft=False)
+        remote = self.ray.remote(num_cpus=0, max_restarts=-1, scheduling_strategy=strategy)
+        self.actor = remote(Collector).remote()
         self._request = self.actor.take.remote()
 
     def pass_on(self, timeout: float = 0.0) -> None:
