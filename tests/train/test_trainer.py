@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import html
 import json
 import math
@@ -334,6 +336,14 @@ def test_two_jobs_do_not_work_in_one_folder(tokens: Path) -> None:
     assert train(tokens).step == 6
 
 
+def test_a_file_system_without_locks_is_named_as_such(tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_locks(file: object, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    refused(tokens, r"lock' cannot be locked: Function not implemented; mount its file system with locks")
+
+
 def test_a_recovery_takes_the_folder_over_from_a_process_of_the_same_job(tokens: Path) -> None:
     """A lost host that is frozen, or cut off from a file server, keeps its lock."""
     from stageline.train.run_folder import RunFolder
@@ -360,10 +370,10 @@ def test_a_child_process_does_not_keep_the_folder(tokens: Path) -> None:
     config = make_config(tokens)
     folder, other = RunFolder(config.job.dump_folder), RunFolder(config.job.dump_folder)
     folder.claim(config)
-    (stopped, stop), (ready, told) = os.pipe(), os.pipe()
+    (stopped, stop), (ready, started) = os.pipe(), os.pipe()
     child = os.fork()
     if not child:
-        os.write(told, b"1")
+        os.write(started, b"1")
         os.read(stopped, 1)
         os._exit(0)
     try:
@@ -374,7 +384,7 @@ def test_a_child_process_does_not_keep_the_folder(tokens: Path) -> None:
     finally:
         os.write(stop, b"1")
         os.waitpid(child, 0)
-        for handle in (stopped, stop, ready, told):
+        for handle in (stopped, stop, ready, started):
             os.close(handle)
 
 

@@ -114,7 +114,7 @@ class RunFolder:
         file = path.open("a+", encoding="utf-8")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             file.seek(0)
             holder = file.read()
             file.close()
@@ -124,6 +124,12 @@ class RunFolder:
                 ) from None
             path.unlink(missing_ok=True)
             return None
+        except OSError as error:
+            file.close()
+            raise StagelineError(
+                f"{str(path)!r} cannot be locked: {error.strerror or error}; mount its file system with locks (for "
+                "Lustre: -o flock), or use a job.dump_folder on another file system"
+            ) from None
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
             return file
         file.close()
