@@ -30,7 +30,7 @@ def test_a_launcher_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPat
 def cluster() -> Iterator[Any]:
     """Two nodes with two slots each."""
     ray = pytest.importorskip("ray")
-    from ray.cluster_utils import Cluster  # type: ignore[import-not-found, unused-ignore]
+    from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
@@ -135,8 +135,8 @@ class TestCluster:
 
     def test_ray_train_keeps_its_place(self, cluster: Any, tmp_path: Path) -> None:
         pytest.importorskip("ray.train.torch")
-        from ray.train import RunConfig, ScalingConfig  # type: ignore[import-not-found, unused-ignore]
-        from ray.train.torch import TorchTrainer  # type: ignore[import-not-found, unused-ignore]
+        from ray.train import RunConfig, ScalingConfig
+        from ray.train.torch import TorchTrainer
 
         TorchTrainer(
             ray_rank.loop_of_ray_train,

@@ -336,7 +336,7 @@ class RayRank:
 
     def place(self) -> Place:
         """Where it runs, and with what."""
-        import ray  # type: ignore[import-not-found, unused-ignore]
+        import ray
 
         context = ray.get_runtime_context()
         gpus = tuple(context.get_accelerator_ids().get("GPU", ()))
