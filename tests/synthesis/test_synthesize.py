@@ -274,7 +274,9 @@ def test_a_cap_that_nothing_fits_is_said_to_be_so_with_the_smallest_that_works()
 
 def test_caps_of_their_own_are_answered_with_caps_that_work() -> None:
     costs = sl.Costs(activation=[1, 2, 4, 3])
-    with pytest.raises(sl.MemoryCapError, match=r"rank 1 needs a memory of 2 .* \(ranks 2, 3 also need more\)") as caught:
+    with pytest.raises(
+        sl.MemoryCapError, match=r"rank 1 needs a memory of 2 .* \(ranks 2, 3 also need more\)"
+    ) as caught:
         sl.synthesize(costs, 4, 4, memory=[9, 1, 1, 2])
     works = str(caught.value).rpartition("the smallest cap that works is ")[2]
     assert works == "9,2,4,3"
