@@ -1,18 +1,22 @@
-"""Caps below the number of ranks: proofs from trips exclude no schedule that exists, and beams find good ones."""
+"""Caps below the number of ranks: proofs from trips exclude no schedule that exists; beams and windows find some."""
 
 from __future__ import annotations
 
 import random
-from itertools import combinations
+from itertools import combinations, islice
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stageline as sl
+from stageline.synthesis import cp_sat, windows
+from stageline.synthesis.baselines import sequential_plan
 from stageline.synthesis.beam_search import Beam, random_beam_rules
 from stageline.synthesis.bounds import lower_bound
+from stageline.synthesis.fast_simulate import evaluate
 from stageline.synthesis.list_scheduling import Board, ProgramPlan, list_schedule, schedule_of
 from stageline.synthesis.local_search import improve
 from stageline.synthesis.priority_rules import random_rules
@@ -57,6 +61,35 @@ def good_plan(problem: Problem, dice: random.Random) -> ProgramPlan | None:
         return None
     limits: dict[str, Any] = {"moves": 300, "lower_bound": 0.0, "is_over": lambda: False}
     return [best, *improve(board, best, dice=dice, **limits)][-1]
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=examples(30))
+def test_every_window_has_a_solution_and_every_solution_fits_in_memory(seed: int) -> None:
+    dice = random.Random(seed)
+    problem = tight_problem(dice)
+    board, cp_model = Board(problem), cp_sat.solver()
+    rules = islice(random_rules(problem, lower_bound(problem), dice), 20)
+    plan = next((plan for rule in rules if (plan := list_schedule(board, rule)) is not None), sequential_plan(problem))
+    statuses, programs_solved = [], []
+
+    def solve(*arguments: Any) -> Any:
+        statuses.append(unchanged_solve(*arguments))
+        return statuses[-1]
+
+    def evaluated(board: Board, programs: Any, how: str) -> ProgramPlan | None:
+        result = evaluate(board, programs, how)
+        if programs is not None:
+            programs_solved.append(result)
+        return result
+
+    unchanged_solve = cp_sat.solve
+    with patch.object(cp_sat, "solve", solve), patch.object(windows, "evaluate", evaluated):
+        plans = list(islice(windows.improve_in_windows(board, plan, dice=dice, seconds_left=lambda: 60.0), 4))
+    assert len(plans) == len(statuses) == 4
+    assert cp_model.INFEASIBLE not in statuses  # the orders of the plan are a solution
+    assert None not in programs_solved
+    assert plans[-1].value <= plan.value * (1 + 1e-9)
 
 
 @given(st.integers(0, 2**32 - 1))

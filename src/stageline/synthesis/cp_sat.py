@@ -146,7 +146,7 @@ class Model:
 
     def _variables(self) -> None:
         problem, model, unit = self.problem, self.model, self.unit
-        relaxation = Relaxation(problem)
+        self.relaxation = relaxation = Relaxation(problem)
         heads, tails = heads_of(relaxation), tails_of(relaxation)
         self.heads = heads
         first_starts = [heads.forward[stages[0]][0] for stages in problem.stages_of]
@@ -225,6 +225,9 @@ class Model:
         total = sum(max(table[stage]) for table in tables for stage in stages) * problem.microbatches
         if cap >= total:
             return
+        if not problem.mixes and problem.only_forwards_need_room(rank):
+            self._wait_for_memory(rank)
+            return
         unit = unit_of((size for table in tables for stage in stages for size in table[stage]), total)
         intervals, sizes = [], []
 
@@ -252,6 +255,17 @@ class Model:
                 hold(slot.weight, slot.weight_end, transient[kinds.W] - slot.whole * transient[kinds.W])
         round_cap = unit.down if unit.is_exact else unit.up
         model.add_cumulative(intervals, sizes, round_cap(cap * (1 + SLACK)))
+
+    def _wait_for_memory(self, rank: int) -> None:
+        """Let every F of a rank with one stage wait for the I and W that make room for it."""
+        (stage,) = self.problem.stages_of[rank]
+        slots = self.slots[stage]
+        for m, slot in enumerate(slots):
+            ends = []
+            for backs, weights in self.relaxation.choices(stage, m):
+                ends.append([slots[backs - 1].back_end] * (backs > 0))
+                ends[-1] += [slots[weights - 1].weight_end] * (weights > 0)
+            wait_for_one(self.model, slot.forward, ends)
 
     def _channels(self) -> None:
         """Where stages share a channel, receive messages in the order in which they are sent."""
@@ -326,6 +340,22 @@ class Model:
                     weight = kinds.W * size + key
                     rank_actions.append((value(slot.weight), value(slot.weight_end), 2 * depth, m, weight))
         return [[code for *_, code in sorted(rank_actions)] for rank_actions in actions]
+
+
+def wait_for_one(model: cp_model.CpModel, start: Any, sets: list[list[Any]]) -> list[Any]:
+    """Let an action start after all ends of one of the sets; return a variable per set, none if there is no choice."""
+    if [] in sets:
+        return []
+    if len(sets) == 1:
+        for end in sets[0]:
+            model.add(start >= end)
+        return []
+    chosen = [model.new_bool_var("") for _ in sets]
+    model.add_bool_or(chosen)
+    for ends, is_chosen in zip(sets, chosen, strict=True):
+        for end in ends:
+            model.add(start >= end).only_enforce_if(is_chosen)
+    return chosen
 
 
 class Outcome(NamedTuple):

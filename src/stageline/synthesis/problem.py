@@ -113,6 +113,15 @@ class Problem:
         """Whether to try programs with all backwards whole, or all split: allowed, and not known to be worse."""
         return (not whole or self.mixes) if self.split is None else self.split is not whole
 
+    def only_forwards_need_room(self, rank: int) -> bool:
+        """Whether a rank has one stage, and no action of it but an F needs more memory than it leaves behind."""
+        if self.chunks > 1:
+            return False
+        (stage,) = self.stages_of[rank]
+        sizes = zip(self.residue[stage], self.activation[stage], strict=True)
+        has_transients = any(size > 0 for table in self.transients for size in table[stage])
+        return not has_transients and all(residue <= activation for residue, activation in sizes)
+
     @property
     def num_actions(self) -> int:
         """Number of actions of a schedule that splits every backward."""

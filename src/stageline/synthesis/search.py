@@ -59,7 +59,7 @@ TURNS_SHARE_IF_TIGHT, TIGHT_EFFORT = 0.02, 0.2
 """Under tight caps: the share of the time for programs in turns, and the solver's deterministic time to begin with."""
 WAYS_PER_SECOND, PROOF_SHARE, PROOF_ATTEMPTS = 500_000, 0.25, 20
 """Ways that the proofs from trips try per second, their share of the time, and that of the first attempt in it."""
-MAX_FAILED_PROOFS = 6
+MAX_FAILED_PROOFS = 4
 """Trips that have proven nothing after so many attempts get no more time."""
 BEAM_SHARE, PARTIALS_PER_SECOND = 0.25, 100_000
 """The share of the time for beam searches, and the partial schedules they grow per second."""

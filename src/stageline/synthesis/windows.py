@@ -20,6 +20,7 @@ import numpy as np
 
 from stageline.schedules import action as kinds
 from stageline.synthesis import cp_sat
+from stageline.synthesis.bounds import Relaxation
 from stageline.synthesis.fast_simulate import end_times, evaluate
 from stageline.synthesis.list_scheduling import Board, Code, ProgramPlan, Programs
 from stageline.synthesis.local_search import Orders, source_of
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 SMALLEST, LARGEST = 30, 1000
 """Number of actions in a window whose order may change: the smallest, and the largest."""
+FINER = 100
+"""How much finer the grid of times is than that of exact search: a window is only a part of the step."""
 
 
 @dataclass
@@ -44,13 +47,14 @@ class _Window:
     fixed_ranks: set[int]
     """Ranks that keep their order."""
     value: float
+    relaxation: Relaxation
     cp: Any = field(default_factory=cp_sat.solver)
 
     def __post_init__(self) -> None:
         board, problem = self.board, self.board.problem
         self.model: cp_model.CpModel = self.cp.CpModel()
         tables = (board.durations, board.forward_hop, board.backward_hop)
-        self.unit = cp_sat.unit_of((time for table in tables for time in table), 2 * self.value)
+        self.unit = cp_sat.unit_of((time for table in tables for time in table), 2 * self.value / FINER)
         self.cuts = [self._cut(program) for program in self.programs]
         self.origin = min(self.ends[code] - board.durations[code] for code in self.free)
         """When the window begins."""
@@ -62,7 +66,10 @@ class _Window:
         for rank in range(problem.ranks):
             self._order(rank)
             if problem.caps[rank] < np.inf and rank not in self.fixed_ranks:
-                self._memory(rank)
+                if problem.only_forwards_need_room(rank) and not self._is_mixed(rank):
+                    self._wait_for_memory(rank)
+                else:
+                    self._memory(rank)
         self._objective()
 
     def _cut(self, program: list[Code]) -> tuple[int, int]:
@@ -75,7 +82,8 @@ class _Window:
         return position, position
 
     def _ticks(self, time: float) -> int:
-        return round(time * self.unit.per_one)
+        """Round down: a schedule with its times rounded down obeys all constraints, so the known one is a solution."""
+        return self.unit.down(time)
 
     def _length(self, code: Code) -> int:
         return self._ticks(self.board.durations[code])
@@ -135,6 +143,32 @@ class _Window:
 
     def _precede(self, first: Code, second: Code, hop: float = 0.0) -> None:
         self.model.add(self.starts[second] >= self.starts[first] + self._length(first) + self._ticks(hop))
+
+    def _is_mixed(self, rank: int) -> bool:
+        """Whether a rank has whole backwards although splits are allowed."""
+        size, problem = self.board.size, self.board.problem
+        return problem.split is not False and any(code // size == kinds.B for code in self.programs[rank])
+
+    def _wait_for_memory(self, rank: int) -> None:
+        """Let every F of a rank with one stage wait for the I and W that make room for it."""
+        board, size = self.board, self.board.size
+        first, last = self.cuts[rank]
+        program, (stage,) = self.programs[rank], board.problem.stages_of[rank]
+        base = stage * board.problem.microbatches
+        back_base = (kinds.B if board.problem.split is False else kinds.I) * size + base
+        before, inside = set(program[:first]), set(program[first:last])
+        for code in program[first:last]:
+            if code >= size:
+                continue
+            sets = []
+            for backs, weights in self.relaxation.choices(stage, code - base):
+                needs = [back_base + backs - 1] * (backs > 0) + [kinds.W * size + base + weights - 1] * (weights > 0)
+                if all(other in before or other in inside for other in needs):
+                    sets.append([other for other in needs if other in inside])
+            ends = [[self.starts[other] + self._length(other) for other in needs] for needs in sets]
+            start = self.ends[code] - board.durations[code]
+            for needs, is_chosen in zip(sets, cp_sat.wait_for_one(self.model, self.starts[code], ends), strict=False):
+                self.model.add_hint(is_chosen, all(self.ends[other] <= start for other in needs))
 
     def _memory(self, rank: int) -> None:
         """Keep the memory of a rank within its cap at all times."""
@@ -230,12 +264,11 @@ class _Window:
                 least = np.maximum(least, self.ends[code] + tail)
         limit = self._ticks(self.value) + 1
         total = model.new_int_var(0, limit, "")
-        for rank, begin in enumerate(begins):
-            if least[rank] > -np.inf:
-                model.add(total >= min(limit, self._ticks(least[rank] - begin)))
-            for end, tail in paths:
-                if tail[rank] > -np.inf:
-                    model.add(total >= end + self._ticks(self.origin + tail[rank] - begin))
+        known = (least - begins).max()
+        if known > -np.inf:
+            model.add(total >= min(limit, self._ticks(known)))
+        for end, tail in paths:
+            model.add(total >= end + self._ticks(self.origin + (tail - begins).max()))
         model.minimize(total)
 
     def solve(self, seconds: float, effort: float, seed: int) -> tuple[Programs | None, bool]:
@@ -243,6 +276,7 @@ class _Window:
         for code, start in self.starts.items():
             self.model.add_hint(start, self._ticks(self.ends[code] - self.board.durations[code] - self.origin))
         engine = cp_sat.engine_of(seconds, effort, seed)
+        engine.parameters.linearization_level = 0  # the linear relaxation proves little, and takes most of the time
         status = cp_sat.solve(engine, self.model)
         if status not in (self.cp.OPTIMAL, self.cp.FEASIBLE):
             return None, False
@@ -269,12 +303,13 @@ def improve_in_windows(
     """
     largest = min(LARGEST, max(SMALLEST, sum(map(len, plan.programs)) * 2 // 3))
     size = min(first, largest)
+    relaxation = Relaxation(board.problem)
     while seconds_left() > 0:
         ends = end_times(board, plan.programs)
         if ends is None:
             return
         free, fixed_ranks = _choose(board, plan.programs, ends, size, dice)
-        window = _Window(board, plan.programs, ends, free, fixed_ranks, plan.value)
+        window = _Window(board, plan.programs, ends, free, fixed_ranks, plan.value, relaxation)
         programs, is_solved = window.solve(seconds_left(), effort, dice.randrange(2**31))
         size = min(largest, size * 9 // 8) if is_solved else max(SMALLEST, size * 3 // 4)
         candidate = evaluate(board, programs, "windows")
