@@ -177,8 +177,8 @@ def agree_on_shards(
     times = known[..., 0]
     if times.any():
         # Others may have failed later because they waited in a collective for the first one.
-        replica, rank = np.unravel_index(np.argmin(np.where(times > 0, times, np.inf)), times.shape)
-        process = layout.rows[int(replica)][int(rank)]
+        earliest = int(np.argmin(np.where(times > 0, times, np.inf)))
+        process = layout.rows[earliest // layout.ranks][earliest % layout.ranks]
         own_text = "" if failure is None else str(failure)
         if not isinstance(failure, StagelineError):
             own_text = f"{type(failure).__name__}: {own_text}"
