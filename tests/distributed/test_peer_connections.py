@@ -8,11 +8,16 @@ import subprocess
 import sys
 import threading
 from contextlib import closing
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from stageline.distributed.peer_connections import Gather, PeerConnections, tcp_connections
+from stageline.distributed.process_host import ProcessHost
 
 OTHER_PROCESS = "import socket, sys; print(socket.create_connection(('127.0.0.1', int(sys.argv[1]))).recv(1))"
 
@@ -68,3 +73,22 @@ def test_only_a_thread_that_computes_nothing_loses_its_connections() -> None:
         assert len(peers) == 0
         released.set()
         sleeper.join()
+
+
+@pytest.mark.parametrize(
+    ("text", "follows"),
+    [
+        ("[/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:4474: Connection reset by peer", True),
+        ("mat1 and mat2 shapes cannot be multiplied", False),
+    ],
+)
+def test_a_collective_that_lost_a_process_is_not_blamed_before_it(text: str, follows: bool) -> None:
+    """gloo may notice a dead process before the monitor does: its error waits for its cause."""
+    host: Any = ProcessHost.__new__(ProcessHost)
+    host._control, host._transport, host.layout = Mock(doing=("F", 0, 0)), Mock(), Mock()
+    host._failures = Mock(blamed=Mock(return_value=None))
+    wrapped = ValueError("layer 1 fails")
+    wrapped.__cause__ = RuntimeError(text)
+    for error in (RuntimeError(text), wrapped):
+        host._report(SimpleNamespace(process=0, doing="F", record=Mock(), forget=Mock()), error)
+        assert host._control.report.call_args.args[0].secondary == follows

@@ -160,7 +160,8 @@ def test_a_file_keeps_the_mesh_and_older_files_have_none() -> None:
     [
         ({"pp": 4}, 4, "one of ranks=, mesh= and devices=, got ranks and mesh"),
         ({"pp": 2, "dp_shards": 2}, None, r"dimension 'dp_shards' \(did you mean 'dp_shard'\?\); a plan supports pp"),
-        ({"pp": 2, "cp": 2}, None, "an unknown dimension 'cp'; a plan supports pp"),
+        ({"pp": 2, "cp": 2}, None, "an unknown dimension 'cp'; a plan supports pp.*; keep whole sequences on a rank"),
+        ({"pp": 2, "ep": 2}, None, "unknown dimension 'ep'; a plan supports pp.*; keep all experts of a layer on"),
         ({"pp": 2, "dp": 2, "dp_replicate": 2}, None, "both dp and dp_replicate"),
         ({"pp": 2, "tp": 0}, None, "dimension tp of the mesh must be an integer >= 1, got 0"),
         ({"pp": 2, "tp": 2.0}, None, r"dimension tp of the mesh must be an integer >= 1, got 2\.0"),

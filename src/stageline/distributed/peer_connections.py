@@ -111,6 +111,20 @@ def tcp_connections(ports: Collection[int] = ()) -> Iterator[tuple[int, int, End
                 yield file, os.fstat(file).st_ino, (_digest(*ends[0]), _digest(*ends[1]))
 
 
+def ended_by_peer(error: BaseException | None) -> bool:
+    """Whether a collective over gloo failed because of another process, which may have died or closed its connections.
+
+    >>> text = "[/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:44744: Connection reset by peer"
+    >>> ended_by_peer(RuntimeError(text)), ended_by_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    (True, False)
+    """
+    while error is not None:
+        if isinstance(error, RuntimeError) and "gloo/transport/" in str(error):
+            return True
+        error = error.__cause__
+    return False
+
+
 def seconds_computed(thread: int) -> float:
     """The processor time of a thread of this process, by its native number; 0 if it has ended.
 

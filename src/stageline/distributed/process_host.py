@@ -28,6 +28,7 @@ from stageline.distributed.failures import (
     note_record,
 )
 from stageline.distributed.layout import Layout
+from stageline.distributed.peer_connections import ended_by_peer
 from stageline.distributed.rank_host import Floats, HostedStep, RankProgress, RankRunner
 from stageline.faults.flight_recorder import FlightRecorder
 from stageline.faults.monitor.blame import EVERYONE
@@ -159,7 +160,8 @@ class ProcessHost(ProcessCollectives):
 
     def _report(self, runner: RankRunner, error: BaseException) -> None:
         """Tell all ranks of this rank's failure, and learn whether another rank's failure caused it."""
-        report = Failure.of(error, self._control.doing, secondary=isinstance(error, TransportError))
+        secondary = isinstance(error, TransportError) or ended_by_peer(error)
+        report = Failure.of(error, self._control.doing, secondary=secondary)
         if isinstance(error, PeerFailed):
             report = replace(report, origin=error.origin)
         if not isinstance(error, Exception):  # this rank leaves the step, and does not reach its end with the others

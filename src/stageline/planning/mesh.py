@@ -31,6 +31,11 @@ from stageline.timeline.costs import Floats, PerPair, SharedLink
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
 """Pipeline ranks, replicas, shards of FSDP2, and parts of tensor parallel."""
 ALIASES = {"dp": "dp_replicate"}
+INSTEAD = {
+    "cp": "; keep whole sequences on a rank, and use tp or more stages",
+    "ep": "; keep all experts of a layer on a rank, and shard them with dp_shard",
+}
+"""What to use instead of dimensions that no pipeline supports."""
 RESHARD = RESHARD_AFTER_FORWARD
 """When a stage frees the parameters that it has gathered."""
 PerLink: TypeAlias = PerPair | str | Path | Mapping[str, Any] | None
@@ -68,10 +73,10 @@ def read_mesh(mesh: Any, ranks: Any) -> tuple[dict[str, int], int]:
     for name, size in sizes.items():
         known = ALIASES.get(name, name)
         if known not in DIMENSIONS:
-            hint = "" if name in ("cp", "ep") else nearest(str(name), [*DIMENSIONS, *ALIASES])
+            hint = "" if name in INSTEAD else nearest(str(name), [*DIMENSIONS, *ALIASES])
             raise StagelineError(
                 f"the mesh has an unknown dimension {shorten(name)}{hint}; a plan supports pp, dp_replicate (or dp), "
-                "dp_shard and tp"
+                f"dp_shard and tp{INSTEAD.get(name, '')}"
             )
         if known in degrees:
             raise StagelineError("the mesh has both dp and dp_replicate, which mean the same; keep one")

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import inspect
 import sys
+import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import starmap
@@ -162,6 +163,7 @@ def agree_on_shards(
         yield
         return
     failure: Exception | None = None
+    failed_at = 0.0
     layout, own, weights = host.layout, list[str](), list[str]()
     try:
         before = _digests_of(stages) if compare_weights else {}
@@ -170,19 +172,19 @@ def agree_on_shards(
         sharded = sharded_by_fsdp(_parts_of(stages))
         weights = [f"{name} {before.get(name)}" for name, parameter in _named(stages) if parameter in sharded]
     except Exception as error:
-        failure = error
-    known = host.all_gather(np.array([float(failure is not None), float(digest(own)), float(digest(weights))]))
-    failed = np.argwhere(known[..., 0])
-    if len(failed):
-        process = layout.rows[failed[0][0]][failed[0][1]]
+        failure, failed_at = error, time.time()
+    known = host.all_gather(np.array([failed_at, float(digest(own)), float(digest(weights))]))
+    times = known[..., 0]
+    if times.any():
+        # Others may have failed later because they waited in a collective for the first one.
+        earliest = int(np.argmin(np.where(times > 0, times, np.inf)))
+        process = layout.rows[earliest // layout.ranks][earliest % layout.ranks]
         own_text = "" if failure is None else str(failure)
         if not isinstance(failure, StagelineError):
             own_text = f"{type(failure).__name__}: {own_text}"
         text = host.broadcast_to_all(own_text, process)
-        if isinstance(failure, StagelineError) and failure.__cause__ is None and len(failed) == known[..., 0].size:
+        if isinstance(failure, StagelineError) and failure.__cause__ is None and times.all():
             raise failure  # a mistake of all processes
-        if failure is not None:
-            process, text = host.process, own_text
         raise PipelineError(f"{layout.place_name(process)} failed to build its stages: {text}") from failure
     for rank in range(layout.ranks):
         values = known[:, rank, 1].tolist()

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from stageline.common.errors import StagelineError, shorten
+from stageline.distributed.peer_connections import ended_by_peer
 from stageline.model.build.build import Description
 from stageline.model.compiled_models import any_compiled
 from stageline.model.stage_module.stage_module import StagePart
@@ -223,8 +224,10 @@ def _call(function: Parallelize, stage: int, part: nn.Module, mesh: DeviceMesh |
     except StagelineError:
         raise
     except Exception as error:
+        waited = "; it waited for another process: parallelize must do the same on all processes"
+        hint = waited if ended_by_peer(error) else ""
         raise StagelineError(
-            f"parallelize raised an error for stage {stage}: {type(error).__name__}: {error}"
+            f"parallelize raised an error for stage {stage}: {type(error).__name__}: {error}{hint}"
         ) from error
 
 
