@@ -6,7 +6,6 @@ import os
 import platform
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -32,33 +31,14 @@ for number in range(21):
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
-HEAP = """
-from stageline.common.heap import RESERVED, keep_memory
-keep_memory()
-heap, huge = False, 0
-for line in open("/proc/self/smaps"):
-    if "-" in line.split()[0]:
-        heap = line.rstrip().endswith("[heap]")
-    elif heap and line.startswith("Size:"):
-        size = 1024 * int(line.split()[1])
-    elif heap and line.startswith("VmFlags:") and "hg" in line.split():
-        huge += size
-print(huge >= RESERVED)
-"""
-
-
-def run_in_child(script: str, **environment: str) -> list[str]:
-    """Run a script with no settings of the heap but these; return the words that it prints."""
-    plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
-    process = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300, env=plain | environment
-    )
-    return process.stdout.split()
-
 
 def in_child(**environment: str) -> tuple[bool, int]:
     """Whether a process keeps memory, and how many pages it paid for in twenty rounds after a first one."""
-    kept, faults = run_in_child(CHILD, **environment)
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    process = subprocess.run(
+        [sys.executable, "-c", CHILD], capture_output=True, text=True, check=True, timeout=300, env=plain | environment
+    )
+    kept, faults = process.stdout.split()
     return kept == "True", int(faults)
 
 
@@ -70,10 +50,3 @@ def test_freed_memory_is_kept_unless_the_environment_says_otherwise() -> None:
     kept, faults = in_child(MALLOC_TRIM_THRESHOLD_="131072")
     assert not kept
     assert faults > 10 * PAGES
-
-
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no huge pages")
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries have ways of their own")
-def test_the_heap_may_have_huge_pages_unless_the_environment_says_otherwise() -> None:
-    assert run_in_child(HEAP) == ["True"]
-    assert run_in_child(HEAP, MALLOC_TRIM_THRESHOLD_="131072") == ["False"]
