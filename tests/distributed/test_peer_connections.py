@@ -46,7 +46,7 @@ def test_a_connection_to_another_process_is_shut_down_and_no_other() -> None:
     with process, closing(link), closing(near), closing(far):
         peers = PeerConnections.find(gather_with_the_other_end(link), ())
         assert len(peers) == 1, "a connection of this process to itself does not count"
-        peers.shut_down()
+        peers.shut_down_soon()
         assert process.communicate(timeout=60)[0] == "b''\n", "the other process reads the end of the stream"
         near.sendall(b"x")
         assert far.recv(1) == b"x"

@@ -222,7 +222,7 @@ class JobFailures:
             self._transport.interrupt(verdict.culprit, str(verdict), final=verdict.final)
         if verdict.final:
             self._groups.abort()
-            self.peers.shut_down()
+            self.peers.shut_down_soon()
         elif self.acting is not None and verdict.culprit != self.control.rank:
             self.peers.shut_down_if_blocked(self.acting, self._acts)
 

@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 
 BLOCKED = 2.0
 """Seconds without computing after which a process counts as blocked, once another one has failed."""
+SETTLE = 0.5
+"""Seconds in which collectives between processes that live may end, once the job has lost one."""
 CHECK_EVERY = 0.25
 BUSY = 0.02
 """The part of the time for which a blocked thread may compute."""
@@ -68,6 +70,16 @@ class PeerConnections:
                 if os.fstat(file).st_ino == inode:
                     with socket.socket(fileno=os.dup(file)) as link:
                         link.shutdown(socket.SHUT_RDWR)
+
+    def shut_down_soon(self) -> None:
+        """Shut down once collectives between processes that live have ended.
+
+        gloo may not notice that a connection was shut down while data arrived on it, and then waits until the timeout.
+        """
+        if self._inodes:
+            timer = threading.Timer(SETTLE, self.shut_down)
+            timer.name, timer.daemon = "stageline collectives", True
+            timer.start()
 
     def shut_down_if_blocked(self, thread: int, acting: Callable[[], bool]) -> None:
         """Watch a thread, by its native number, while it is acting; shut down if it computes nothing any more."""
