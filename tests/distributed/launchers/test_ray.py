@@ -134,7 +134,7 @@ class TestCluster:
         assert "started by Ray" in capfd.readouterr().out
 
     def test_ray_train_keeps_its_place(self, cluster: Any, tmp_path: Path) -> None:
-        pytest.importorskip("ray.train.torch")
+        pytest.importorskip("ray.train.torch", exc_type=ImportError)
         from ray.train import RunConfig, ScalingConfig
         from ray.train.torch import TorchTrainer
 
