@@ -59,6 +59,11 @@ class Relay:
             end.close()
         return len(ends)
 
+    def holds(self, end: socket.socket) -> bool:
+        """Whether the connection of this end was not reset."""
+        with self._lock:
+            return end in self._ends
+
     def close(self) -> None:
         """End the relay and its connections."""
         self._closed = True
@@ -169,7 +174,8 @@ class _Pump:
                 time.sleep(0.005)
             try:
                 if not data:
-                    self._sink.shutdown(socket.SHUT_WR)
+                    if self._relay.holds(self._sink):  # a reset is not an end of the stream
+                        self._sink.shutdown(socket.SHUT_WR)
                     return
                 self._sink.sendall(data)
             except OSError:
