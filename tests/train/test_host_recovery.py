@@ -69,6 +69,15 @@ def logs(network: Network, count: int) -> str:
     return "\n".join(network.log(number).read_text()[-3000:] for number in range(count))
 
 
+def end_without(lost: int, launchers: Sequence[Child], network: Network) -> list[str]:
+    """Wait for all launchers; that of the lost host says so by its exit code. Return what they wrote."""
+    outputs = network.wait(launchers, 200)
+    codes = [launcher.code for launcher in launchers]
+    assert codes.pop(lost) == 3, outputs
+    assert codes == [0, 0], outputs
+    return outputs
+
+
 def assert_same(tokens: Path) -> None:
     assert losses(tokens, "parts") == losses(tokens, "whole")
     assert weights(tokens, "parts", 16) == weights(tokens, "whole", 16)
@@ -114,10 +123,7 @@ def test_a_host_that_is_cut_off_is_replaced_by_spares_of_another(
         wait_for(Path(f"{cut}-ready"), network)
         network.hosts[lost].cut()
         cut.touch()
-        outputs = network.wait(launchers, 200)
-        codes = [launcher.code for launcher in launchers]
-        assert codes.pop(lost) == 3, outputs
-        assert codes == [0, 0], outputs
+        outputs = end_without(lost, launchers, network)
         assert "cannot be reached from host" in outputs[lost]
     assert_same(tokens)
     (row,) = read_metrics(tokens.parent / "parts" / "metrics.jsonl").of("recovery")
@@ -148,10 +154,7 @@ def test_a_host_that_was_paused_is_replaced_and_stops_when_it_continues(
         network.hosts[lost].signal(signal.SIGCONT)
         launchers[lost].wait(60)  # long before the job ends
         replaced.touch()
-        outputs = network.wait(launchers, 200)
-        codes = [launcher.code for launcher in launchers]
-        assert codes.pop(lost) == 3, outputs
-        assert codes == [0, 0], outputs
+        outputs = end_without(lost, launchers, network)
         assert "lost: not heard for" in outputs[lost]
     assert_same(tokens)
     (row,) = read_metrics(tokens.parent / "parts" / "metrics.jsonl").of("recovery")

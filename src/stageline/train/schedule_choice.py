@@ -351,8 +351,7 @@ def in_config_words(text: str) -> str:
     """
     text = text.replace(f"; {PLAN_ADVICE}", "")  # a job plans for the memory of its GPUs
     text = re.sub(r"microbatches=\d+ instead of \d+, of half the size", f"half of {MICROBATCH_SIZE}", text)
-    smaller = lambda match: f"{MICROBATCH_SIZE} {int(match[1]) // int(match[2])}"  # noqa: E731
-    text = re.sub(r"batch=(\d+), microbatches=(\d+)", smaller, text)
+    text = re.sub(r"batch=(\d+), microbatches=(\d+)", lambda m: f"{MICROBATCH_SIZE} {int(m[1]) // int(m[2])}", text)
     text = text.replace("recompute='auto'", "recompute=full").replace("recompute='stage'", "recompute=full")
     return in_flags(
         text,
