@@ -21,6 +21,7 @@ from torch.nn import functional
 
 import stageline as sl
 from stageline.cli.app import run as command
+from stageline.common.machine import cores
 from stageline.common.units import format_makespan
 from stageline.testing import run_ranks
 from stageline.train.config.config import Config
@@ -70,6 +71,15 @@ def rows(tokens: Path, run: str = "run", event: str = "step") -> list[dict[str, 
 
 def losses(tokens: Path, run: str = "run") -> dict[int, tuple[float, float]]:
     return {row["step"]: (row["loss"], row["grad_norm"]) for row in rows(tokens, run)}
+
+
+@pytest.fixture
+def threads_of_a_rank() -> Iterator[None]:
+    """Compute with as many threads as a rank of the job: the bits of sums depend on their number."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, cores() // 2))
+    yield
+    torch.set_num_threads(threads)
 
 
 def by_hand(config: Config, steps: int) -> dict[int, tuple[float, float]]:
@@ -140,6 +150,7 @@ def by_hand(config: Config, steps: int) -> dict[int, tuple[float, float]]:
     ids=lambda more: ",".join(option.split(".")[1] for option in more) or "float32",
 )
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at it
+@pytest.mark.usefixtures("threads_of_a_rank")
 def test_a_job_has_the_losses_and_norms_of_a_loop_by_hand(tokens: Path, more: tuple[str, ...]) -> None:
     result = train(tokens, *more)
     assert result.step == 6

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
@@ -98,10 +99,19 @@ def embedding_and_head() -> nn.Sequential:
     return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), head).double()
 
 
+def passes_empty_parts() -> bool:
+    """Whether torch's linear layers take DTensors of which a process has an empty part: 2.13's do, and 2.11's fail."""
+    return Version(torch.__version__) >= Version("2.13")
+
+
 def uneven_sequences(mesh: DeviceMesh) -> dict[str, str]:
     """A sequence that tp does not divide: right as DTensors, and refused as plain tensors before a process waits."""
     four, five = mesh_of((4,), "tp"), [tensor[:, :5] for tensor in data(0)]
-    compare(own_forward(), four, sharded_sequence, "1f1b", 2, max_norm=0.5)
+    if passes_empty_parts():
+        compare(own_forward(), four, sharded_sequence, "1f1b", 2, max_norm=0.5)
+    else:
+        refused = error_of(lambda: compare(own_forward(), four, sharded_sequence, "1f1b", 2))
+        assert "layers.0 (MeshBlock), whose layers are cut for tp 4, fails: view size" in refused
     expected = loss_fn(own_forward()(five[0]), five[1]).item()
     assert abs(pipeline(own_forward(), mesh, sharded_sequence).step(*five).loss - expected) < 1e-12
     pipe = pipeline(own_forward(), four, sequence_parallel)
