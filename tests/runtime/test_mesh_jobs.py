@@ -137,7 +137,7 @@ def test_two_by_two_by_two_in_other_orders() -> None:
     run_ranks(on_eight_in_other_orders, 8, timeout=500)
 
 
-@pytest.mark.parametrize("how", ["kill", "raise", "clip", "column"])
+@pytest.mark.parametrize("how", ["kill", "raise", "clip", "column", "build"])
 def test_a_process_that_fails_is_named_by_its_place(fork_server: ForkServer, how: str, tmp_path: Path) -> None:
     """Also where another one waits for it, or for one that it stopped, in a collective of FSDP2.
 
@@ -175,5 +175,8 @@ def test_a_process_that_fails_is_named_by_its_place(fork_server: ForkServer, how
         elif how == "column":
             assert text.startswith("process 3 (pp 1) died (its process exited without"), text
             assert "process 1 (pp 0): process 3 (pp 1) died" in (tmp_path / f"log-{rank}").read_text()
+        elif how == "build":
+            error = "parallelize raised an error for stage 1: ArithmeticError: planted"
+            assert text == f"process 3 (pp 1, dp_shard 1) failed to build its stages: {error}"
         else:
             assert text.startswith("process 3 (pp 1, dp_shard 1) failed in F of stage 1, microbatch 3: Arith"), text

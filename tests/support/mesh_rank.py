@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -38,10 +39,20 @@ class Killer(nn.Module):
         return self.layer(x)
 
 
+def fails_first(rank: int, folder: Path, part: nn.Module, mesh: Any) -> None:
+    """Fail on one process before the collective in which the other one of its row waits for it."""
+    if rank == 3:
+        (folder / "killed").write_text(str(time.time()))
+        raise ArithmeticError("planted")
+    dist.all_reduce(torch.zeros(1), group=mesh["dp_shard"].get_group())
+    sharded(part, mesh)
+
+
 def main(rank: int, folder: str, how: str = "kill") -> None:
     """Train until the job ends, and write what it ended with, and how many seconds after the failure.
 
     With "clip", the process is killed while others wait for it to clip gradients.
+    With "build", the process fails while the pipeline is created.
     With "column", every column of the mesh is a pipeline of its own.
     """
     torch.set_num_threads(1)
@@ -50,16 +61,20 @@ def main(rank: int, folder: str, how: str = "kill") -> None:
     mesh = mesh["pp"] if how == "column" else mesh
     model = sequential()
     model[5] = Killer(model[5], Path(folder), rank, how)
-    pipe = sl.Pipeline(
-        model,
-        loss_fn=loss_fn,
-        schedule="1f1b",
-        microbatches=4,
-        mesh=mesh,
-        parallelize=None if how == "column" else sharded,
-        deadline=60.0,
-    )
+    functions: dict[str, Any] = {
+        "column": None,
+        "build": lambda part, inner: fails_first(rank, Path(folder), part, inner),
+    }
     try:
+        pipe = sl.Pipeline(
+            model,
+            loss_fn=loss_fn,
+            schedule="1f1b",
+            microbatches=4,
+            mesh=mesh,
+            parallelize=functions.get(how, sharded),
+            deadline=60.0,
+        )
         for step in range(3):
             pipe.step(*data(pipe.replica))
             if how == "clip" and step == 1:

@@ -22,7 +22,7 @@ from stageline.distributed._torch_private import gloo_of, set_gloo_timeout, stor
 from stageline.distributed.bootstrap import start_together
 from stageline.distributed.failures import JobFailures
 from stageline.distributed.layout import Layout
-from stageline.distributed.peer_connections import PeerConnections
+from stageline.distributed.peer_connections import BLOCKED, PeerConnections
 from stageline.distributed.process_groups import LayoutGroups, own_groups
 from stageline.distributed.rank_host import Floats
 from stageline.faults.monitor.blame import EVERYONE
@@ -130,8 +130,18 @@ class ProcessCollectives:
         by_gloo = any(gloo_of(group) is not None for group in groups)
         port = int(self._groups.links.address.rpartition("|")[2])
         rows = self.all_gather(np.array([port, store_port(), by_gloo], dtype=float)).reshape(-1, 3)
+        self._failures.peers = PeerConnections()
         if rows[:, 2].any() and len(rows) <= MOST_PEERS:
             self._failures.peers = PeerConnections.find(self.all_gather, {int(port) for port in rows[:, :2].flat})
+
+    @contextmanager
+    def freeing_peers(self) -> Iterator[None]:
+        """Let collectives of layers fail on the other processes if this one, which has failed, waits for them here."""
+        timer = self._failures.peers.shut_down_soon(BLOCKED)
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     @contextmanager
     def naming_lost(self) -> Iterator[None]:

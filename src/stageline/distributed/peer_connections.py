@@ -71,15 +71,16 @@ class PeerConnections:
                     with socket.socket(fileno=os.dup(file)) as link:
                         link.shutdown(socket.SHUT_RDWR)
 
-    def shut_down_soon(self) -> None:
-        """Shut down once collectives between processes that live have ended.
+    def shut_down_soon(self, seconds: float = SETTLE) -> threading.Timer:
+        """Shut down once collectives between processes that live have ended, unless the timer is cancelled before.
 
         gloo may not notice that a connection was shut down while data arrived on it, and then waits until the timeout.
         """
+        timer = threading.Timer(seconds, self.shut_down)
+        timer.name, timer.daemon = "stageline collectives", True
         if self._inodes:
-            timer = threading.Timer(SETTLE, self.shut_down)
-            timer.name, timer.daemon = "stageline collectives", True
             timer.start()
+        return timer
 
     def shut_down_if_blocked(self, thread: int, acting: Callable[[], bool]) -> None:
         """Watch a thread, by its native number, while it is acting; shut down if it computes nothing any more."""

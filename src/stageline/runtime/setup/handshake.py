@@ -8,7 +8,7 @@ import inspect
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import starmap
 from types import CodeType
 from typing import Any
@@ -173,7 +173,8 @@ def agree_on_shards(
         weights = [f"{name} {before.get(name)}" for name, parameter in _named(stages) if parameter in sharded]
     except Exception as error:
         failure, failed_at = error, time.time()
-    known = host.all_gather(np.array([failed_at, float(digest(own)), float(digest(weights))]))
+    with nullcontext() if failure is None else host.freeing_peers():
+        known = host.all_gather(np.array([failed_at, float(digest(own)), float(digest(weights))]))
     times = known[..., 0]
     if times.any():
         # Others may have failed later because they waited in a collective for the first one.

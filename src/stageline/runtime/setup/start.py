@@ -77,7 +77,9 @@ def start(
     before = named_tensors(model)
     inner = inner_mesh(blueprint.mesh)
     if parallelize is not None and isinstance(host, ProcessCollectives):
-        host.limit_collectives(groups_of([], inner))  # the function may broadcast weights
+        groups = groups_of([], inner)  # the function may broadcast weights
+        host.limit_collectives(groups)
+        host.watch_peers(groups)
     if not built:
         with agree_on_shards(host, stages, parallelize is not None):
             stages.build(recipe, seed, options.device, parallelize, inner)
