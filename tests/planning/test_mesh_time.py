@@ -167,6 +167,9 @@ def test_a_file_has_one_row_per_rank(name: str, capsys: pytest.CaptureFixture[st
     assert len(json.loads(capsys.readouterr().out)["meshes"]) == 5
     assert run([*words, "-p", "3"]) != 0
     assert "4 rows and columns" in capsys.readouterr().err
+    Path(name).write_text("[[0, 1], [2]]" if name.endswith("json") else "0,1\n2\n")
+    assert run([*words, "-p", "2"]) != 0
+    assert f"{name}: bandwidth must be one number, or a square matrix" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,7 @@ def test_a_run_keeps_the_merges_it_was_trained_with(tmp_path: Path) -> None:
         ("run", "--top-k -1", "--top-k is -1; it must be at least 1"),
         ("run", "--temperature -1", "--temperature is -1.0; it must be at least 0"),
         ("run", "--greedy --temperature 0.5", "--temperature is 0.5, but --greedy always picks the most likely token"),
+        ("run", "-p 9", "--ranks is 9, but the model has only 8 units to split; use at most 8 ranks"),
         ("run", "-p 1 --tokenizer python", "the tokenizer python has 1,024 tokens, but the model in"),
         ("run", "-p 1 --tokenizer nowhere.json", "cannot read the tokenizer nowhere.json: No such file"),
         ("run", "--prompt \udcff", r"--prompt must be UTF-8 text, got '\udcff'"),

@@ -166,6 +166,11 @@ def load_links(name: str, value: PerLink) -> PerLink:
     """Read a file of values, JSON or CSV; return anything else unchanged."""
     if isinstance(value, Path) or (isinstance(value, str) and value.lower().endswith((".json", ".csv"))):
         loaded: PerLink = _read_file(name, Path(value))
+        try:
+            if not isinstance(loaded, Mapping):
+                _numbers(name, loaded)
+        except StagelineError as error:
+            raise StagelineError(f"{value}: {error}") from None
         return loaded
     return value
 

@@ -25,7 +25,7 @@ from stageline.train.checkpoint.manifest import MANIFEST
 from stageline.train.checkpoint.remote import Location, location
 from stageline.train.checkpoint_state import find_checkpoint
 from stageline.train.config.config import Config, Parallelism
-from stageline.train.config.rules import TOKENIZERS
+from stageline.train.config.rules import GPT_UNITS, TOKENIZERS
 from stageline.train.data import BytePairs, Tokenizer, find_tokenizer, tokenizer_name
 from stageline.train.generation import Sampling, generate, text_pieces
 from stageline.train.launch import run_on
@@ -80,6 +80,7 @@ def generate_text(request: GenerationRequest) -> None:
             if not isinstance(checkpoint.state, dict) or "config" not in checkpoint.state:
                 raise StagelineError(f"{checkpoint.path} was not saved by stageline train; it has no config")
             config = replace(Config.from_dict(checkpoint.state["config"]), parallelism=request.parallelism)
+            _check_ranks(config, layout.ranks)
             tokenizer = _tokenizer(request.tokenizer, config, checkpoint)
             task = make_task(config, _vocabulary(checkpoint, tokenizer))
             pipe = _pipeline(config, layout, task, checkpoint)
@@ -161,6 +162,14 @@ def _vocabulary(checkpoint: Checkpoint, tokenizer: Tokenizer) -> int:
             f"{embedding.shape[0]:,}; pass the tokenizer that it was trained with as --tokenizer"
         )
     return embedding.shape[0]
+
+
+def _check_ranks(config: Config, ranks: int) -> None:
+    units = config.model.n_layers + GPT_UNITS
+    if config.model.name == "gpt" and ranks > units:
+        raise StagelineError(
+            f"ranks is {ranks}, but the model has only {units} units to split; use at most {units} ranks"
+        )
 
 
 def _pipeline(config: Config, layout: JobLayout, task: Task, checkpoint: Checkpoint) -> Pipeline:
