@@ -4,5 +4,6 @@ One file a launcher; a launcher knows no pipeline. SLURM and torchrun start the 
 only reads its place from the environment, under SLURM with `slurm`.
 
 Read in order: `launcher` (the protocol, and `sl.launch`), `processes`, `replacements` (of lost ranks),
-`fork_server`; for several hosts `hosts` (their launchers) and `host_ranks`; `threads`, `ray`, `slurm`.
+`fork_server`, `fork_server_process` and `remote_calls` (functions that run in other processes); for several hosts
+`hosts` (their launchers) and `host_ranks`; `threads`, `ray`, `slurm`.
 """

@@ -3,43 +3,29 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
-import gc
-import importlib
-import importlib.util
 import json
-import multiprocessing.spawn
 import os
-import pickle
-import pickletools
 import select
-import selectors
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
-
-import torch
+from typing import Any, Self
 
 from stageline.common import interrupts
-from stageline.common.errors import StagelineError, shorten
-from stageline.common.files import atomic_file
+from stageline.common.errors import StagelineError
+from stageline.distributed.launchers.remote_calls import write_call
 
 START = 300.0
 """Seconds in which the server must start a process; a busy machine imports torch for minutes."""
-PR_SET_PDEATHSIG = 1
-"""The operation of Linux' prctl that sets which signal a process gets when its parent ends."""
-PRELOADED = ("stageline.runtime.pipeline", "torch._dynamo")
-"""What every rank will need, the latter when an optimizer first steps; importing it takes seconds."""
+SERVER = "stageline.distributed.launchers.fork_server_process"
+"""The module that runs in the server; importing it here would import torch."""
 
 
 class Child:
@@ -91,7 +77,7 @@ class ForkServer:
                     sys.executable,
                     "-c",
                     "import signal; [signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, "
-                    f"signal.SIGTERM)]; from {__name__} import main; main({theirs.fileno()})",
+                    f"signal.SIGTERM)]; from {SERVER} import main; main({theirs.fileno()})",
                 ],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
@@ -144,14 +130,7 @@ class ForkServer:
         output goes to the output of this process. Without `answers`, it ends as an interpreter does: an exception is
         printed, too.
         """
-        # What `multiprocessing` sends to a process that it spawns: the module search path, and the main module.
-        work = pickle.dumps((function, tuple(arguments)))
-        main = ("init_main_from_name", "init_main_from_path") if _in_main(work) else ()
-        everything = multiprocessing.spawn.get_preparation_data("stageline")
-        preparation = {name: everything[name] for name in ("sys_path", "sys_argv", *main) if name in everything}
-        with atomic_file(folder / "call") as file:
-            pickle.dump(preparation, file)
-            file.write(work)
+        write_call(folder, function, arguments)
         order = {"call": str(folder), "answers": answers, "log": None if log is None else str(Path(log).resolve())}
         return self._order(order, environment)
 
@@ -221,43 +200,6 @@ class ForkServer:
         self._children.clear()
 
 
-def check_call(function: Callable[..., Any], arguments: Sequence[Any]) -> None:
-    """Refuse a function that processes cannot import, and arguments that cannot be sent to them."""
-    if _imports_main:
-        raise StagelineError(
-            "ranks import the main program, and this one starts ranks when it is imported; put that call under "
-            'if __name__ == "__main__":'
-        )
-    name = getattr(function, "__qualname__", None) or shorten(function)
-    try:
-        pickle.dumps(function)
-    except Exception as error:
-        raise StagelineError(
-            f"ranks cannot import {name} ({error}); define it with def at the top level of a module, and pass what it "
-            "needs as arguments"
-        ) from error
-    try:
-        work = pickle.dumps((function, tuple(arguments)))
-    except Exception as error:
-        raise StagelineError(
-            f"the arguments of {name} cannot be sent to the ranks ({error}); pass values that can be pickled"
-        ) from error
-    main = sys.modules["__main__"]
-    if _in_main(work) and main.__spec__ is None and not Path(getattr(main, "__file__", None) or "").is_file():
-        raise StagelineError(
-            f"ranks cannot import {name} or its arguments from the main program, which is not a file but a session, "
-            "standard input or python -c; save it as a file, or define them in a module"
-        )
-
-
-def _in_main(work: bytes) -> bool:
-    """Whether the main module has to be imported to read a call; in a process that was started so, it has two names."""
-    names = ("__main__", "__mp_main__")
-    if not any(name.encode() in work for name in names):
-        return False
-    return any(argument in names for _, argument, _ in pickletools.genops(work))
-
-
 def shared_server() -> ForkServer:
     """The fork server of this process: started when it is first needed, closed at exit."""
     server = _shared_server()
@@ -279,240 +221,3 @@ def _shared_server() -> ForkServer:
     atexit.register(close)
     interrupts.at_end(server._kill_idle)
     return server
-
-
-class Answer(NamedTuple):
-    """How a call ended."""
-
-    value: Any
-    error: BaseException | None
-    """Its exception, if it can be pickled."""
-    failure: str
-    """The traceback of its exception; empty if it returned."""
-    moment: float
-    """When, by the monotonic clock that all processes of a machine share."""
-
-
-def read_answer(folder: Path) -> Answer | None:
-    """The answer of a call; None if the process has not written one."""
-    try:
-        return Answer(*pickle.loads((folder / "answer").read_bytes()))
-    except FileNotFoundError:
-        return None
-
-
-_imports_main = False
-"""Whether this process was started for a call, and imports the main program of its launcher."""
-
-
-def main(descriptor: int) -> None:
-    """Read a line for every process to start; write a line when it has started and when it has ended."""
-    for name in PRELOADED:
-        importlib.import_module(name)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a forked process would wait forever for threads that computed in the server
-    orders = socket.socket(fileno=descriptor)
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    reader.setblocking(False)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    signal.set_wakeup_fd(writer.fileno())
-    running: set[int] = set()
-    folders: set[str] = set()
-    modules: dict[str, Any] = {}
-    buffer, outputs = b"", [0, 0]
-    with selectors.DefaultSelector() as selector:
-        selector.register(orders, selectors.EVENT_READ)
-        selector.register(reader, selectors.EVENT_READ)
-        while True:
-            ready = {key.fd for key, _ in selector.select()}
-            if reader.fileno() in ready:
-                reader.recv(4096)
-                _reap(running, orders)
-            if descriptor not in ready:
-                continue
-            try:
-                data, descriptors, _, _ = socket.recv_fds(orders, 1 << 16, 2)
-            except ConnectionError:
-                break
-            outputs = descriptors or outputs
-            if not data:
-                break
-            *lines, buffer = (buffer + data).split(b"\n")
-            for line in lines:
-                order = json.loads(line)
-                if "import" in order:
-                    _preload(order["import"])
-                    continue
-                if "remove" in order:
-                    folders.add(order["remove"])
-                    continue
-                work = _fork(order, running, modules, orders, outputs)
-                if work is not None:
-                    selector.close()
-                    torch.set_num_threads(_threads_of(order["environment"]) or threads)
-                    return work()  # and end as an interpreter does
-                for output in outputs:
-                    os.close(output)
-    for pid in running:
-        os.kill(pid, signal.SIGKILL)
-    for pid in running:
-        os.waitpid(pid, 0)
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
-    os._exit(0)  # without tearing the interpreter down, which takes long with torch
-
-
-def _preload(modules: Sequence[str]) -> None:
-    for name in modules:
-        with suppress(Exception):  # a process that needs it reports why it fails
-            importlib.import_module(name)
-
-
-def _reap(running: set[int], orders: socket.socket) -> None:
-    for pid in list(running):
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            running.discard(pid)
-            _report(orders, pid, os.waitstatus_to_exitcode(status))
-
-
-def _report(orders: socket.socket, pid: int, code: int | None) -> None:
-    with suppress(ConnectionError):  # the launcher was killed: there is no next order either
-        orders.sendall(json.dumps([pid, code]).encode() + b"\n")
-
-
-def _fork(
-    order: dict[str, Any], running: set[int], modules: dict[str, Any], orders: socket.socket, outputs: Sequence[int]
-) -> Callable[[], None] | None:
-    """Fork; return None in the server, and the function to call in the child."""
-    script = order.get("script")
-    if script is not None and script not in modules:
-        spec = importlib.util.spec_from_file_location(Path(script).stem, script)
-        assert spec is not None
-        assert spec.loader is not None
-        modules[script] = sys.modules[Path(script).stem] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(modules[script])
-    pid = os.fork()
-    if pid:
-        running.add(pid)
-        _report(orders, pid, None)
-        return None
-    _die_with_parent()
-    gc.freeze()  # what the server imported stays: to collect it at the end would take each process a second
-    orders.close()
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.environ.clear()
-    os.environ.update(order["environment"])
-    os.chdir(order["folder"])
-    nothing, (out, error) = os.open(os.devnull, os.O_RDONLY), outputs
-    if order["log"] is not None:
-        out = error = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for source, target in ((nothing, 0), (out, 1), (error, 2)):
-        os.dup2(source, target)
-    for descriptor in {nothing, out, error, *outputs} - {0, 1, 2}:
-        os.close(descriptor)
-    if script is not None:
-        return lambda: getattr(modules[script], order["function"])(*order["arguments"])
-    return lambda: _called(Path(order["call"]), answers=order["answers"])
-
-
-def _die_with_parent() -> None:
-    """Let the kernel kill this process when the server is killed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _threads_of(environment: Mapping[str, str]) -> int:
-    """The number of threads that a new interpreter would compute with by this environment; 0 if it says nothing."""
-    threads = environment.get("OMP_NUM_THREADS", "")
-    return int(threads) if threads.isdecimal() else 0
-
-
-def _called(folder: Path, *, answers: bool) -> None:
-    """Run a call, and write its answer."""
-    failed: Exception | None = None
-    try:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the function runs, Ctrl-C is not worth a traceback
-        function, arguments = _read_call(folder)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        value = function(*arguments)
-        answer = _success(value if answers else None)
-    except Exception as error:
-        answer, failed = _failure(error), error
-    with atomic_file(folder / "answer") as file:
-        file.write(answer)
-    if failed is not None and not answers:
-        sys.last_value = failed  # as the interpreter does
-        sys.excepthook(type(failed), failed.with_traceback(_users_traceback(failed)), failed.__traceback__)
-        sys.exit(1)
-    if answers:  # without tearing the interpreter down, which takes long with torch
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
-
-
-def _read_call(folder: Path) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    global _imports_main
-    with (folder / "call").open("rb") as file:
-        _imports_main = True
-        multiprocessing.spawn.prepare(pickle.load(file))
-        _imports_main = False
-        function, arguments = pickle.load(file)
-    return function, arguments
-
-
-def _success(value: Any) -> bytes:
-    now = time.monotonic()
-    try:
-        return pickle.dumps((value, None, "", now))
-    except Exception as error:
-        raise StagelineError(
-            f"the result of the function, a {type(value).__name__}, cannot be sent back ({error}); return a value that "
-            "can be pickled"
-        ) from error
-
-
-def _failure(error: Exception) -> bytes:
-    text, now = traceback.format_exc(), time.monotonic()
-    for sent in (error, ExceptionParts(error, vars(error)), ExceptionParts(error, {})):
-        with suppress(Exception):  # whatever a user's exception does when it is pickled
-            answer = pickle.dumps((None, sent, text, now))
-            pickle.loads(answer)
-            return answer
-    return pickle.dumps((None, None, text, now))
-
-
-class ExceptionParts:
-    """An exception that arrives whole although its class cannot be called with `args`, as pickle would call it.
-
-    >>> error = UnicodeError("text")
-    >>> pickle.loads(pickle.dumps(ExceptionParts(error, vars(error))))
-    UnicodeError('text')
-    """
-
-    def __init__(self, error: BaseException, attributes: Mapping[str, Any]) -> None:
-        self._error, self._attributes = error, dict(attributes)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Return how to make the exception."""
-        return _exception, (type(self._error), self._error.args, self._attributes)
-
-
-def _exception(kind: type[BaseException], arguments: tuple[Any, ...], attributes: Mapping[str, Any]) -> BaseException:
-    error = kind.__new__(kind, *arguments)
-    vars(error).update(attributes)
-    return error
-
-
-def _users_traceback(error: BaseException) -> TracebackType | None:
-    """The traceback of an exception without the frames that called the user's code."""
-    ours = ("stageline.distributed.launchers.", "stageline.cli.", "runpy")
-    at = error.__traceback__
-    while at is not None and at.tb_next is not None and str(at.tb_frame.f_globals.get("__name__")).startswith(ours):
-        at = at.tb_next
-    return at

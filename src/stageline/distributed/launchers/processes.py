@@ -23,8 +23,9 @@ from stageline.common.temporary_folder import TemporaryFolder
 from stageline.common.trust import job_secret, secret_variables
 from stageline.distributed._torch_private import TCPStore
 from stageline.distributed.attempts import MEMORY, NUMBER, SEAT, Announcements, Attempt, take_place
-from stageline.distributed.launchers.fork_server import Child, ForkServer, check_call, read_answer, shared_server
+from stageline.distributed.launchers.fork_server import Child, ForkServer, shared_server
 from stageline.distributed.launchers.launcher import Job, Outcome
+from stageline.distributed.launchers.remote_calls import check_call, read_answer
 from stageline.distributed.launchers.replacements import Replacements
 from stageline.distributed.state_memory import host_memory
 from stageline.faults.monitor.client import COLLECTED
