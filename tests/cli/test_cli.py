@@ -368,11 +368,18 @@ def test_a_config_of_hugging_face_is_a_model(models: Path, capsys: Capture) -> N
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (
+            "inspect models_of_a_test:make --by p.json",
+            "--by must be layers, parameters, time or type:ClassOfBlock",
+        ),
         ("inspect nothing", "MODEL must be package.module:function or a config.json, got 'nothing'"),
         ("inspect models_of_a_test:mke", "has no function 'mke' (did you mean 'make'?)"),
         ("inspect no_such_module:make", "cannot import no_such_module"),
         ("inspect models_of_a_test:wrong", "returned int; it must return a model"),
-        ("inspect none.json", "cannot read none.json: No such file or directory; expected a config.json"),
+        (
+            "inspect none.json",
+            "cannot read none.json: No such file or directory; expected the config.json of a Hugging",
+        ),
         (
             "check models_of_a_test:alone",
             "does not return a batch; it must return (model, inputs, targets, loss_fn)",

@@ -81,6 +81,13 @@ def test_models_that_differ_between_processes_are_an_error() -> None:
         )
 
 
+def test_a_small_batch_has_fewer_microbatches() -> None:
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 2))
+    report = check(model, schedule="1f1b", microbatches=16)
+    assert report.equal
+    assert "1f1b on 2 ranks, 2 stages, 8 microbatches" in str(report)
+
+
 def test_equal_bits_are_equal() -> None:
     report = check(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)), schedule="zb-h1")
     assert (report.verdict, report.equal, bool(report), report.reordered) == ("equal", True, True, ())

@@ -51,6 +51,10 @@ def test_invalid_arguments_are_named() -> None:
         (lambda: make(deadline="x"), "deadline must be a number of seconds above 0, got 'x'"),
         (lambda: make().step(x, y, stage_kwargs=wrong), "stage_kwargs must be a dict by stage"),
         (lambda: make().load_state_dict(wrong), "a state dict must map names to tensors"),
+        (
+            lambda: make(device="cuda"),
+            r"device is 'cuda', but the model is on cpu; move it with model.to\('cuda'\), or",
+        ),
         (lambda: make(seed="a"), "seed must be an integer, got 'a'"),
         (lambda: make(loss_fn=lambda o, t: (o.mean(), {"m": "text"})).step(x, y), "the metric 'm' is 'text'"),
         (lambda: make(loss_fn=lambda o, t: (o.mean(), {"m": o})).step(x, y), "a metric must be one number"),

@@ -250,7 +250,10 @@ def _model_name(checkpoint: Checkpoint) -> str:
     try:
         data = plain_json.loads(checkpoint.read_asset("config.json"))
     except (StagelineError, ValueError, RecursionError):
-        return ""
+        state = checkpoint.state
+        config = state.get("config") if isinstance(state, dict) else None
+        model = config.get("model") if isinstance(config, dict) else None
+        return str(model.get("name", ""))[:40] if isinstance(model, dict) else ""
     if not isinstance(data, dict):
         return ""
     names = data.get("architectures")

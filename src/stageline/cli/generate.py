@@ -41,7 +41,7 @@ def command(
         ),
     ] = None,
     seed: Annotated[int, Option("--seed", min=0, help="Random seed; the same seed gives the same text.")] = 0,
-    step: Annotated[int, Option("--step", help="Step of the checkpoint; -1 is the newest intact one.")] = -1,
+    step: Annotated[int, Option("--step", min=-1, help="Step of the checkpoint; -1 is the newest intact one.")] = -1,
     tokenizer: Annotated[
         str, Option("--tokenizer", metavar="PATH", help="A tokenizer.json to use instead of the run's.")
     ] = "",
@@ -70,10 +70,11 @@ def command(
     if not location(run).exists():
         raise StagelineError(f"{run} does not exist; expected the folder of a run, such as outputs")
     check_checkpoints(run, str(where), is_checkpoint=(where / MANIFEST).exists())
-    if greedy and temperature:
-        raise StagelineError(
-            f"--temperature is {temperature}, but --greedy always picks the most likely token; leave out one of the two"
-        )
+    for name, value in (("--temperature", temperature), ("--top-k", top_k), ("--top-p", top_p)):
+        if greedy and value:
+            raise StagelineError(
+                f"{name} is {value}, but --greedy always picks the most likely token; leave out one of the two"
+            )
     choices = {"temperature": 0.0 if greedy else temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     sampling: dict[str, Any] = {name: value for name, value in choices.items() if value is not None}
     parallelism = Parallelism(launcher=launcher, pipeline_parallel_degree=ranks or -1)
@@ -97,6 +98,7 @@ def check_checkpoints(run: str, folder: str, *, is_checkpoint: bool) -> None:
     from stageline.train.checkpoint import published
 
     if not is_checkpoint and not published(folder):
+        where = "" if folder == run else f" in {folder}"
         raise StagelineError(
-            f"{run} has no checkpoint in {folder}; a run saves one every checkpoint.interval steps and at the end"
+            f"{run} has no checkpoint{where}; a run saves one every checkpoint.interval steps and at the end"
         )

@@ -9,13 +9,16 @@ from typer import Option
 from stageline.cli.models import Length, ModelName, Samples, Traceback, load_model, user_code
 from stageline.cli.options import Json
 from stageline.cli.output import console, print_json
+from stageline.common.errors import StagelineError
+
+RULES = ("layers", "parameters", "time")
 
 
 def command(
     model: ModelName,
     stages: Annotated[int, Option("--stages", "-s", min=1, metavar="N", help="Show the split into N stages.")] = 1,
     by: Annotated[
-        str, Option(metavar="RULE", help="How to split: layers, parameters or type:ClassOfBlock.")
+        str, Option(metavar="RULE", help="How to split: layers, parameters, time or type:ClassOfBlock.")
     ] = "layers",
     samples: Samples = 2,
     length: Length = 16,
@@ -32,6 +35,8 @@ def command(
     """
     from stageline.model.split import split
 
+    if by not in RULES and not by.startswith("type:"):
+        raise StagelineError(f"--by must be {', '.join(RULES)} or type:ClassOfBlock, got {by!r}")
     loaded = load_model(model, samples, length, traceback=traceback)
     name = type(loaded.model).__name__
     with user_code(f"inspecting {model} failed", traceback):

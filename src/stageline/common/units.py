@@ -176,6 +176,15 @@ def format_percent(value: float, places: int = 0) -> str:
     return f"{value:.{places}%}" if math.isfinite(value) else f"{value:g}"
 
 
+def format_uncertainty(value: float) -> str:
+    """Return a relative uncertainty, which means nothing above 1.
+
+    >>> format_uncertainty(0.3), format_uncertainty(148.8)
+    ('30%', 'more than 100%')
+    """
+    return "more than 100%" if value > 1 else f"{value:.0%}"
+
+
 def format_table(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
     """Align the columns of a table: those in `left` to the left, the others to the right.
 

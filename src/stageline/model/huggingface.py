@@ -340,6 +340,9 @@ class HuggingFaceConfig:
         return min([*lengths, *(len(table) for table in tables)], default=None)
 
 
+EXPECTED = "the config.json of a Hugging Face model, or for stageline plan a file that stageline profile wrote"
+
+
 def read_config(path: str | Path) -> HuggingFaceConfig:
     """Read a config.json; raise `StagelineError` if it is invalid."""
     file = Path(path)
@@ -347,11 +350,11 @@ def read_config(path: str | Path) -> HuggingFaceConfig:
         text = file.read_bytes()
         values = json.loads(text)
     except OSError as error:
-        raise StagelineError(f"cannot read {file}: {error.strerror or error}; expected a config.json") from error
+        raise StagelineError(f"cannot read {file}: {error.strerror or error}; expected {EXPECTED}") from error
     except ValueError as error:
-        raise StagelineError(f"cannot read the config {file}: {error}") from error
+        raise StagelineError(f"{file} is not JSON ({error}); expected {EXPECTED}") from error
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
-        raise StagelineError(f"{file} is not the config.json of a Hugging Face model: it has no 'model_type'")
+        raise StagelineError(f"{file} has no 'model_type'; expected {EXPECTED}")
     try:
         import transformers
     except ImportError as error:

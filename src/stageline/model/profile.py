@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 from stageline.common.checked_json import PositiveInt, Range, check_format, field, from_json, json_lines, parse_json
 from stageline.common.errors import CostError, JsonError, shorten
 from stageline.common.files import read_text, write_text
-from stageline.common.units import format_range, format_seconds, format_size, format_table
+from stageline.common.units import format_range, format_seconds, format_size, format_table, format_uncertainty
 from stageline.timeline.costs import LARGEST_COST, Costs, PerPair
 
 FORMAT = "stageline-profile"
@@ -119,7 +119,7 @@ class Profile:
         ]
         if self.uncertainty <= NOISY or not varied:
             return ""
-        off = f"the plan may be off by {self.uncertainty:.0%}"
+        off = f"the plan may be off by {format_uncertainty(self.uncertainty)}"
         return f"noisy: {max(varied)[1]} in {self.repeats} measurements; {off}"
 
     def scaled(self, factor: float) -> Profile:

@@ -8,7 +8,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from stageline.common.errors import NothingFits, StagelineError
-from stageline.common.units import format_seconds, format_size, format_sizes, format_table, round_up_size
+from stageline.common.units import (
+    format_seconds,
+    format_size,
+    format_sizes,
+    format_table,
+    format_uncertainty,
+    round_up_size,
+)
 from stageline.planning.candidates import Trial
 from stageline.planning.costs import RankMemory, Recompute
 from stageline.planning.mesh import describe_mesh
@@ -42,7 +49,7 @@ def describe_memory(memory: RankMemory) -> str:
 def describe_gap(plan: Plan) -> str:
     """Return how far the step can be from the best order of the cut, as far as the measured times allow to say."""
     if plan.is_noisy:
-        return f"the measured times are noisy, so the step time may be off by {plan.uncertainty:.0%}"
+        return f"the measured times are noisy, so the step time may be off by {format_uncertainty(plan.uncertainty)}"
     return f"the step is at most {plan.gap:.1%} above the best order" if plan.gap else "no order of this cut is faster"
 
 

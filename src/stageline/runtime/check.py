@@ -64,6 +64,8 @@ class Report:
     """The differing gradients whose terms are only summed in another order, and why."""
     loss_rounding: float = 0.0
     """By how much rounding may change the loss: 0 unless replicas or tensor parallel sum it in another order."""
+    microbatches: int = 0
+    """The number of microbatches that ran; a small batch has fewer than the schedule."""
 
     @property
     def equal(self) -> bool:
@@ -102,7 +104,7 @@ class Report:
         return self.equal
 
     def __str__(self) -> str:
-        sizes = format_sizes(self.schedule.ranks, self.schedule.stages, self.schedule.microbatches)
+        sizes = format_sizes(self.schedule.ranks, self.schedule.stages, self.microbatches or self.schedule.microbatches)
         lines = [
             f"{self.schedule.name} on {sizes}, against {self.reference}",
             f"verdict    {self.verdict}: {_MEANING[self.verdict]}",
@@ -183,7 +185,7 @@ def check(
         pipe.runner.show(Batch(own_inputs, own_targets))
     sent = _watch_cuts(pipe, min(parts, count_samples(own_inputs, specs)))
     # A model may change its inputs in place, so both runs get copies.
-    pipe_loss = pipe.step(*copy_batch((own_inputs, own_targets))).loss
+    stats = pipe.step(*copy_batch((own_inputs, own_targets)))
     alone = OneProcess(model, inputs, targets, example=example, parts=parts * shares, specs=specs, penalty=pipe.penalty)
     total, plain, reference = alone.run(loss)
     other = _state(plain)
@@ -193,7 +195,7 @@ def check(
     tied = {id(parameter) for parameter in pipe.runner.stages.placed.uses}
     return Report(
         schedule=pipe.schedule,
-        loss=pipe_loss,
+        loss=stats.loss,
         alone=total,
         differing=differing,
         compared=sum(value is not None for value in other.values()),
@@ -201,6 +203,7 @@ def check(
         reference=reference,
         reordered=_reordered(differing, mine, other, reasons, alone, loss),
         loss_rounding=reasons.rounding(plain) * abs(total) if _cut(pipe) else 0.0,
+        microbatches=stats.microbatches,
     )
 
 

@@ -42,6 +42,7 @@ from stageline.runtime.setup.stages import (
     find_schedule,
     on_one_gpu,
     refuse_odd_tensors,
+    refuse_other_device,
     refuse_second,
     whole_model,
 )
@@ -200,6 +201,8 @@ class Pipeline:
                 self.options = replace(self.options, recompute=self.plan.recompute)
         self.model = whole_model(source)
         refuse_odd_tensors(self.model)
+        if recipe is None:
+            refuse_other_device(self.model, device)
         built, seconds = recipe is not None, self.options.seconds
 
         def default() -> int | None:

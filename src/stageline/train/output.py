@@ -20,7 +20,7 @@ from stageline._version import __version__
 from stageline.common.errors import StagelineError
 from stageline.common.interrupts import StopSignals
 from stageline.common.machine import cores
-from stageline.common.units import format_makespan, format_seconds
+from stageline.common.units import format_makespan, format_seconds, format_uncertainty
 from stageline.distributed.attempts import Attempt
 from stageline.model.huggingface import own_loss
 from stageline.timeline.io import PLANNED
@@ -87,7 +87,7 @@ class Output:
         setup, folder, layout = self._setup, self._setup.folder, self._setup.layout
         if not resumed and (aside := folder.move_aside(METRICS)) is not None:
             setup.notes.append(
-                f"{folder.path} contains a run without a checkpoint in {setup.config.checkpoint.folder}, so training "
+                f"{folder.path} contains a run without a checkpoint, so training "
                 f"starts from step 0; the earlier events are kept in {aside.name}"
             )
         schedule, num_parameters = setup.choice.schedule, self._describe()
@@ -100,7 +100,7 @@ class Output:
         put(f"ranks     {layout}")
         stages = f"{schedule.stages} stage{'s' if schedule.stages > 1 else ''}"
         put(f"schedule  {schedule.name}{best}: {stages}, {schedule.microbatches} microbatches")
-        noisy = f"; the profile is noisy, so this may be off by {setup.choice.uncertainty:.0%}"
+        noisy = f"; the profile is noisy, so this may be off by {format_uncertainty(setup.choice.uncertainty)}"
         makespan = f"makespan {format_makespan(self._planned.makespan)}, bubble {self._planned.bubble or 0:.1%}"
         put(f"plan      {makespan}{noisy if setup.choice.is_noisy else ''}")
         put(f"folder    {folder.path}")

@@ -21,7 +21,7 @@ from stageline.runtime.pipeline import Pipeline
 from stageline.tensors.sharded import local, whole
 from stageline.train.checkpoint import Checkpoint, newest, open_checkpoint
 from stageline.train.checkpoint.manifest import MANIFEST
-from stageline.train.checkpoint.reader import inspect
+from stageline.train.checkpoint.reader import Damage, inspect
 from stageline.train.checkpoint.remote import Location, location
 from stageline.train.checkpoint.writer import Writer
 from stageline.train.optimizers import State, place_slots
@@ -223,8 +223,13 @@ def read_states(pipe: Pipeline, parameters: Mapping[str, nn.Parameter], checkpoi
 
 def newest_path(folder: Location) -> Location | None:
     """Return the newest undamaged checkpoint of a folder; None if it has none at all."""
-    checkpoint = newest(folder, on_damage=lambda damage: print(f"warning: {damage}", file=sys.stderr))
-    return None if checkpoint is None else checkpoint.path
+    damages: list[Damage] = []
+    checkpoint = newest(folder, on_damage=damages.append)
+    if checkpoint is None:
+        return None
+    for damage in damages:
+        print(f"warning: {damage}; using step {checkpoint.step} instead", file=sys.stderr)
+    return checkpoint.path
 
 
 def undamaged(path: Location) -> Location:

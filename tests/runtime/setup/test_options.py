@@ -75,6 +75,13 @@ def test_one_gpu_has_one_rank_where_the_family_allows_it(name: str, ranks: int) 
     assert find_schedule(name, 4, None, 8).ranks == 4
 
 
-@pytest.mark.parametrize(("processes", "ranks"), [(2, 2), (4, 4), (8, 2)])
-def test_ranks_are_those_of_the_job_if_the_model_has_enough_layers(processes: int, ranks: int) -> None:
-    assert find_schedule("zb-v", 4 if processes == 8 else 8, None, 8, default=lambda: processes).ranks == ranks
+@pytest.mark.parametrize("processes", [2, 4])
+def test_ranks_are_those_of_the_job(processes: int) -> None:
+    assert find_schedule("zb-v", 8, None, 8, default=lambda: processes).ranks == processes
+
+
+@pytest.mark.parametrize(("family", "stages", "most"), [("zb-v", 16, 2), ("1f1b", 8, 5)])
+def test_more_processes_than_the_model_has_layers_are_refused(family: str, stages: int, most: int) -> None:
+    words = f"makes 8 ranks and {stages} stages with {family}, but the model has only 5 layers .* at most {most} proc"
+    with pytest.raises(sl.StagelineError, match=words):
+        find_schedule(family, 5, None, 8, default=lambda: 8)

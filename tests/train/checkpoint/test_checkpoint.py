@@ -525,7 +525,9 @@ def test_a_hostile_manifest_is_one_clear_error(tmp_path: Path, name: str, capsys
         open_checkpoint(path.parent)
     assert text in str(error.value)
     assert len(str(error.value)) < 500
-    assert "manifest.json" in call(["verify", str(tmp_path)], capsys, code=1)
+    verified = call(["verify", str(tmp_path)], capsys, code=1)
+    assert f"{path}: " in verified
+    assert f"{path}: {path}" not in verified
     assert "step-00000001/manifest.json: " in call(["list", str(tmp_path)], capsys)
 
 

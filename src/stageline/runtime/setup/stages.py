@@ -65,6 +65,17 @@ def refuse_odd_tensors(model: nn.Module) -> None:
                 )
 
 
+def refuse_other_device(model: nn.Module, device: torch.device | str) -> None:
+    """Refuse a device for a model that exists on another one: only what is built later is placed there."""
+    kinds = {tensor.device.type for tensors in (model.parameters(), model.buffers()) for tensor in tensors}
+    kind = torch.device(device).type
+    if kind != "cpu" and kinds and kind not in kinds:
+        raise StagelineError(
+            f"device is {str(device)!r}, but the model is on {', '.join(sorted(kinds))}; move it with "
+            f"model.to({str(device)!r}), or pass a function that builds it"
+        )
+
+
 def described(stages: Any) -> tuple[Any, Description[Any] | None]:
     """Describe a function that builds a model, or functions that build its layers: a meta model and its recipe.
 
@@ -184,6 +195,12 @@ def find_schedule(
             candidate = schedule(str(source), count, microbatches, **options)
             if count == 1 or layers == 1 or candidate.stages <= layers:
                 return candidate
+            most = layers * count // candidate.stages
+            raise StagelineError(
+                f"one rank for each process makes {count} ranks and {candidate.stages} stages with {family.name}, but "
+                f"the model has only {layers} layers to split; start at most {most} processes for each replica, or "
+                "pass ranks= and replicas="
+            )
     refused: list[ScheduleError] = []
     divisors = [count for count in range(layers, 0, -1) if layers % count == 0]
     for count in divisors:

@@ -314,7 +314,9 @@ def inspect(path: Location, *, deep: bool = True) -> tuple[Checkpoint | None, li
     try:
         checkpoint = open_checkpoint(path)
     except CheckpointError as error:
-        what = str(error).removeprefix(f"{path / MANIFEST} ").removeprefix(f"cannot read {path / MANIFEST}: ")
+        what = str(error)
+        for start in (f"{path / MANIFEST} ", f"{path / MANIFEST}: ", f"cannot read {path / MANIFEST}: "):
+            what = what.removeprefix(start)
         return None, [Damage(path, MANIFEST, "missing" if what == "is missing" else "manifest", what)]
     return checkpoint, checkpoint.verify(deep)
 
