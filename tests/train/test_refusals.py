@@ -514,3 +514,11 @@ def test_a_job_that_runs_out_of_memory_is_told_the_flags_that_help() -> None:
         assert flag in text, flag
     assert "were planned for rank 1" in text
     assert "sl.plan" not in text
+
+
+def test_a_model_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(*arguments: Any, **options: Any) -> nn.Module:
+        raise RuntimeError("[enforce fail] err == 0. can't allocate memory: you tried to allocate 4096 bytes")
+
+    monkeypatch.setattr("stageline.train.schedule_choice.build", build)
+    refused("the model gpt does not fit into memory: a tensor of 4 KiB could not be allocated; .* a smaller one")

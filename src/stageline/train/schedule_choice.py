@@ -8,8 +8,8 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
@@ -23,6 +23,7 @@ from stageline.autograd.graphs.options import Compile
 from stageline.common.errors import NothingFits, StagelineError, in_flags
 from stageline.common.files import write_text
 from stageline.common.machine import cores
+from stageline.common.units import format_size
 from stageline.distributed.pairs import measure_pairs, measure_threads
 from stageline.distributed.rank_host import RankHost
 from stageline.model.build.build import build
@@ -99,6 +100,22 @@ def transfer_costs(host: RankHost, layout: JobLayout) -> TransferCosts:
     return TransferCosts(max(0.0, seconds - busy), bandwidth, busy)  # a latency includes a send
 
 
+@contextmanager
+def _naming_too_large(name: str) -> Iterator[None]:
+    """Say what helps if a model does not fit into memory."""
+    try:
+        yield
+    except RuntimeError as error:
+        bytes_of_cpu = re.search(r"can't allocate memory: you tried to allocate (\d+) bytes", str(error))
+        if bytes_of_cpu is None and not isinstance(error, torch.OutOfMemoryError):
+            raise
+        what = f"a tensor of {format_size(float(bytes_of_cpu[1]))}" if bytes_of_cpu else "a tensor"
+        raise StagelineError(
+            f"the model {name} does not fit into memory: {what} could not be allocated; the model is built once as a "
+            "whole to measure it, so use a smaller one (the options of model), or a machine with more memory"
+        ) from error
+
+
 class JobMeasurement:
     """The whole model of a job, with inputs and targets of a microbatch, to be measured on this process."""
 
@@ -112,7 +129,8 @@ class JobMeasurement:
         microbatch: tuple[Any, Any],
     ) -> None:
         self._config, self._layout, self._batches, self._task, self._data = config, layout, batches, task, data
-        self._model = build(task.make, seed=config.training.seed, device=layout.device, otherwise="construct")
+        with _naming_too_large(task.name):
+            self._model = build(task.make, seed=config.training.seed, device=layout.device, otherwise="construct")
         move = lambda leaf: leaf.to(layout.device) if isinstance(leaf, Tensor) else leaf  # noqa: E731
         self._example, self._targets = pytree.tree_map(move, microbatch)
         self.note = ""
