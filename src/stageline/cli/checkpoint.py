@@ -227,15 +227,16 @@ def _checkpoint_folders(text: str) -> list[Location]:
 
 
 def _intact_checkpoint(text: str) -> Checkpoint:
+    """Return the checkpoint, or the newest one of a folder, if the files of the model are intact."""
     from stageline.train.checkpoint import CheckpointError, newest
     from stageline.train.checkpoint.reader import inspect
 
     path = checkpoints_of(text)
     if _checkpoint_folders(text) != [path]:
-        intact = newest(path, on_damage=_warn)
+        intact = newest(path, on_damage=_warn, weights_only=True)
         assert intact is not None  # there is a checkpoint, and `newest` raises if all are damaged
         return intact
-    checkpoint, damages = inspect(path)
+    checkpoint, damages = inspect(path, weights_only=True)
     if checkpoint is None or damages:
         raise CheckpointError(f"{damages[0]}; see stageline checkpoint verify {path}")
     return checkpoint

@@ -50,11 +50,13 @@ from stageline.train.setup import Setup
 from stageline.train.step import LossScale
 
 
-def find_checkpoint(folder: Location, step: int, host: Collectives) -> Checkpoint | None:
+def find_checkpoint(folder: Location, step: int, host: Collectives, *, weights_only: bool = False) -> Checkpoint | None:
     """Return the newest undamaged checkpoint of a folder, or that of a step from 0 on; rank 0 chooses."""
 
     def choose() -> str:
-        path = undamaged(at_step(folder, step)) if step >= 0 else newest_path(folder)
+        if step >= 0:
+            return str(undamaged(at_step(folder, step), weights_only=weights_only))
+        path = newest_path(folder, weights_only=weights_only)
         return "" if path is None else str(path)
 
     chosen = decide_together(host, choose)
@@ -70,8 +72,8 @@ def load_initial_weights(pipe: Pipeline, name: str, host: Collectives) -> None:
             return str(hub_files(name, WEIGHT_FILES))
         try:
             if (path / MANIFEST).exists():
-                return str(undamaged(path))
-            return str(newest_path(path) if path.is_dir() and published(path) else path)
+                return str(undamaged(path, weights_only=True))
+            return str(newest_path(path, weights_only=True) if path.is_dir() and published(path) else path)
         except StagelineError as error:
             raise StagelineError(f"checkpoint.initial_load_path is {name!r}: {error}") from None
 

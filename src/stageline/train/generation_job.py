@@ -118,7 +118,7 @@ def print_stream(tokenizer: Tokenizer, prompt: list[int], tokens: Any, *, show: 
 def _open(where: Location, step: int, host: RankHost) -> Checkpoint:
     if (where / MANIFEST).exists():
         return open_checkpoint(where)
-    checkpoint = find_checkpoint(where, step, host)
+    checkpoint = find_checkpoint(where, step, host, weights_only=True)
     if checkpoint is None:
         raise StagelineError(f"{where} has no checkpoint yet; train at least until the first one is saved")
     return checkpoint

@@ -221,10 +221,13 @@ def read_states(pipe: Pipeline, parameters: Mapping[str, nn.Parameter], checkpoi
     return checkpoint.read_optimizer(updated, like=parameters)
 
 
-def newest_path(folder: Location) -> Location | None:
-    """Return the newest undamaged checkpoint of a folder; None if it has none at all."""
+def newest_path(folder: Location, *, weights_only: bool = False) -> Location | None:
+    """Return the newest undamaged checkpoint of a folder; None if it has none at all.
+
+    `weights_only` leaves out the files of the optimizer, here and below.
+    """
     damages: list[Damage] = []
-    checkpoint = newest(folder, on_damage=damages.append)
+    checkpoint = newest(folder, on_damage=damages.append, weights_only=weights_only)
     if checkpoint is None:
         return None
     for damage in damages:
@@ -232,9 +235,9 @@ def newest_path(folder: Location) -> Location | None:
     return checkpoint.path
 
 
-def undamaged(path: Location) -> Location:
+def undamaged(path: Location, *, weights_only: bool = False) -> Location:
     """Verify every byte of a checkpoint that was requested by name; no other one replaces it."""
-    _, damages = inspect(path)
+    _, damages = inspect(path, weights_only=weights_only)
     if damages:
         raise StagelineError(
             f"{'; '.join(map(str, damages[:3]))}; nothing was loaded; choose another checkpoint, or set "

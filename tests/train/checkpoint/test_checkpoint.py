@@ -676,6 +676,21 @@ def test_sizes_alone_are_asked_for(tmp_path: Path) -> None:
     assert [damage.what for damage in checkpoint.verify()] == ["checksum"]
 
 
+def test_weights_are_read_although_the_optimizer_is_damaged(tmp_path: Path, capsys: Capture) -> None:
+    save_steps(tmp_path / "c", 1)
+    checkpoint = tmp_path / "c" / "step-00000001"
+    flip(next(checkpoint.glob("optimizer-*")))
+    with pytest.raises(CheckpointError, match=r"none of the 1 checkpoints .* is intact: .*/optimizer-.*: checksum"):
+        newest(tmp_path / "c")
+    intact = newest(tmp_path / "c", weights_only=True)
+    assert intact is not None
+    assert intact.read_model()
+    for number, path in enumerate((tmp_path / "c", checkpoint)):
+        assert "wrote the model of" in call(["convert", str(path), str(tmp_path / f"out-{number}")], capsys)
+    flip(next(checkpoint.glob("model-*")))
+    assert "is intact" in call(["convert", str(tmp_path / "c"), str(tmp_path / "out-2")], capsys, code=2)
+
+
 def test_what_was_read_outlives_the_file(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     checkpoint = newest(tmp_path)

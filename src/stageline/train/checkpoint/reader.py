@@ -130,11 +130,17 @@ class Checkpoint:
         except OSError as error:
             raise CheckpointError(f"cannot read {self.path / name}: {reason(error)}") from error
 
-    def verify(self, deep: bool = True) -> list[Damage]:
-        """Return what is damaged: check presence and size of every file, and its checksum if `deep`."""
-        damages = [self._check(name, file) for name, file in self.manifest.files.items()]
+    def verify(self, deep: bool = True, *, weights_only: bool = False) -> list[Damage]:
+        """Return what is damaged: check presence and size of every file, and its checksum if `deep`.
+
+        `weights_only` leaves out the files of the optimizer.
+        """
+        slots = self.manifest.optimizer.values() if weights_only else ()
+        unused = {entry.file for slot in slots for entry in slot.values()}
+        files = {name: file for name, file in self.manifest.files.items() if name not in unused}
+        damages = [self._check(name, file) for name, file in files.items()]
         if deep:
-            sound = [name for name, damage in zip(self.manifest.files, damages, strict=True) if damage is None]
+            sound = [name for name, damage in zip(files, damages, strict=True) if damage is None]
             with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
                 damages += pool.map(self._check_sum, sound)
         return [damage for damage in damages if damage is not None]
@@ -309,8 +315,8 @@ def open_checkpoint(path: str | Location) -> Checkpoint:
     return Checkpoint(where, manifest, identity, handle)
 
 
-def inspect(path: Location, *, deep: bool = True) -> tuple[Checkpoint | None, list[Damage]]:
-    """Return a checkpoint, or None if its manifest cannot be read, and all its damages."""
+def inspect(path: Location, *, deep: bool = True, weights_only: bool = False) -> tuple[Checkpoint | None, list[Damage]]:
+    """Return a checkpoint, or None if its manifest cannot be read, and all its damages (see `Checkpoint.verify`)."""
     try:
         checkpoint = open_checkpoint(path)
     except CheckpointError as error:
@@ -318,16 +324,21 @@ def inspect(path: Location, *, deep: bool = True) -> tuple[Checkpoint | None, li
         for start in (f"{path / MANIFEST} ", f"{path / MANIFEST}: ", f"cannot read {path / MANIFEST}: "):
             what = what.removeprefix(start)
         return None, [Damage(path, MANIFEST, "missing" if what == "is missing" else "manifest", what)]
-    return checkpoint, checkpoint.verify(deep)
+    return checkpoint, checkpoint.verify(deep, weights_only=weights_only)
 
 
 def newest(
-    folder: str | Location, on_damage: Callable[[Damage], object] | None = None, *, deep: bool = True
+    folder: str | Location,
+    on_damage: Callable[[Damage], object] | None = None,
+    *,
+    deep: bool = True,
+    weights_only: bool = False,
 ) -> Checkpoint | None:
     """Return the newest undamaged checkpoint of a folder, or None if the folder has none at all.
 
-    `on_damage` is called with each damage of newer ones. `deep=False` checks only presence and sizes of files. If there
-    are checkpoints and all are damaged, raise: starting again would be wrong.
+    `on_damage` is called with each damage of newer ones. `deep=False` checks only presence and sizes of files, and
+    `weights_only=True` no files of the optimizer. If there are checkpoints and all are damaged, raise: starting again
+    would be wrong.
 
     >>> from stageline.train.checkpoint import Writer
     >>> with Writer("checkpoint") as writer:
@@ -343,7 +354,7 @@ def newest(
         paths = published(folder)
         for path in reversed(paths):
             before = _identity(path)
-            checkpoint, damages = inspect(path, deep=deep)
+            checkpoint, damages = inspect(path, deep=deep, weights_only=weights_only)
             if not damages:
                 return checkpoint
             if checkpoint is not None:
