@@ -67,7 +67,7 @@ def refuse_odd_tensors(model: nn.Module) -> None:
 
 def refuse_other_device(model: nn.Module, device: torch.device | str) -> None:
     """Refuse a device for a model that exists on another one: only what is built later is placed there."""
-    kinds = {tensor.device.type for tensors in (model.parameters(), model.buffers()) for tensor in tensors}
+    kinds = {tensor.device.type for tensors in (model.parameters(), model.buffers()) for tensor in tensors} - {"meta"}
     kind = torch.device(device).type
     if kind != "cpu" and kinds and kind not in kinds:
         raise StagelineError(
