@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -185,3 +187,22 @@ def test_a_gpu_that_runs_out_of_memory_states_its_bytes() -> None:
     assert (error.action, error.stage, error.microbatch) == ("F", 0, 0)
     assert error.allocated > 0
     assert "cuda:0 has" in str(error)
+
+
+def test_a_failed_step_keeps_nothing_of_the_forward() -> None:
+    """The error that a pipeline would keep holds the frames of the forward, and these hold its activations."""
+    alive: list[weakref.ref[Tensor]] = []
+
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            large = x * 2
+            alive.append(weakref.ref(large))
+            raise ValueError("planted")
+
+    model = blocks(4)
+    model[2] = Fails()
+    pipe = pipeline(model)
+    with pytest.raises(sl.PipelineError, match="planted"):
+        pipe.step(*batch(16))
+    gc.collect()
+    assert [tensor() for tensor in alive] == [None]

@@ -121,7 +121,11 @@ class ThreadHost:
         else:
             self._on_threads(runners, run)
         if failures:
-            raise self.failed(step.executors, failures)
+            error = self.failed(step.executors, failures)
+            self.hub.reset()
+            for runner in runners:  # an error holds its frames, and these hold activations
+                runner.stopped = None
+            raise error
         ordered = [results[rank] for rank in self.here]
         return ordered, step.make_record(ordered)
 
