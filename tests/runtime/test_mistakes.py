@@ -51,6 +51,7 @@ def test_invalid_arguments_are_named() -> None:
         (lambda: make(deadline="x"), "deadline must be a number of seconds above 0, got 'x'"),
         (lambda: make().step(x, y, stage_kwargs=wrong), "stage_kwargs must be a dict by stage"),
         (lambda: make().load_state_dict(wrong), "a state dict must map names to tensors"),
+        (lambda: make(device="gpu"), "device must be a torch.device or its name, such as 'cuda:0', got 'gpu'"),
         (
             lambda: make(device="cuda"),
             r"device is 'cuda', but the model is on cpu; move it with model.to\('cuda'\), or",

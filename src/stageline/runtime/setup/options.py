@@ -86,6 +86,11 @@ class PipelineOptions:
             expected = "a function of a stage and a mesh that changes the stage in place"
             raise StagelineError(f"parallelize must be {expected}, got {shorten(parallelize)}")
         check_option("reshard_after_forward", self.reshard_after_forward)
+        try:
+            torch.device(self.device)
+        except (RuntimeError, TypeError):
+            expected = "a torch.device or its name, such as 'cuda:0'"
+            raise StagelineError(f"device must be {expected}, got {shorten(self.device)}") from None
         if not callable(self.loss_fn):
             raise StagelineError(f"loss_fn must be a function of output and target, got {shorten(self.loss_fn)}")
         self.seconds = find_deadline(self.deadline)
